@@ -1,0 +1,47 @@
+"""What a dimension rule says: the loops of an equation, and which loop each dimension of each operand and result runs over.
+
+A rule is a claim that can be checked by running it: *cut all dimensions of one loop into pieces together, run the
+primitive on the pieces, and the pieces of the results follow* -- by concatenation (`PASS`), or by combining them
+(`REDUCED`). `PERMUTED` and `WHOLE` loops are those of which this is not true.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class LoopKind(enum.Enum):
+    """How a loop dimension behaves when it is split over devices (the four kinds of Shardy's own rules).
+
+    PASS: the same dimension in all its operands and results; a split costs nothing. A loop that occurs in results only
+        (iota, the new dimensions of a broadcast, random bits) is PASS too: every device can make its own part.
+    REDUCED: occurs in operands only; a split leaves a partial result on each device (all_reduce or reduce_scatter).
+    PERMUTED: can be split at the price of a halo or reshard (slice, pad, concatenate, reverse, spatial convolution).
+        The dimensions of operands and results that it covers are *not* the same logical axis.
+    WHOLE: must be gathered first (the sorted or transformed dimension, the index vector).
+    """
+
+    PASS = "pass"
+    REDUCED = "reduced"
+    PERMUTED = "permuted"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class DimRule:
+    """The loops of one equation.
+
+    Attributes:
+        kinds: The kind of each loop.
+        operands: For each operand, the loop of each of its dimensions.
+        results: For each result, the loop of each of its dimensions.
+        combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`, `and`, `or`, `xor`.
+
+    A dimension always has a loop. A dimension that is related to nothing has a WHOLE loop of its own.
+    """
+
+    kinds: tuple[LoopKind, ...]
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+    combine: str = "add"

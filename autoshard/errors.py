@@ -1,0 +1,63 @@
+"""Every error autoshard raises: where, what was got, the rule with its numbers, a fix that works.
+
+Each class also inherits the builtin that a caller would expect to catch (`ValueError`, `LookupError`, ...).
+A *candidate* that fails is never an exception: it is a rejection with a reason (see `autoshard.trial`).
+"""
+
+from __future__ import annotations
+
+
+class AutoshardError(Exception):
+    """Base of all errors of this package; catch it to catch them all."""
+
+
+class TraceError(AutoshardError, TypeError):
+    """`fn` could not be traced with the example arguments; plain `jax.jit(fn)` fails the same way."""
+
+
+class ArgumentError(AutoshardError, ValueError):
+    """An argument of an autoshard function is not of the documented form."""
+
+
+class MeshError(AutoshardError, ValueError):
+    """The mesh (or mesh string) does not fit the devices."""
+
+
+class SpecError(AutoshardError, ValueError):
+    """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, or a size it does not divide."""
+
+
+class PathError(AutoshardError, LookupError):
+    """A leaf path names no leaf of the arguments."""
+
+
+class RuleError(AutoshardError, ValueError):
+    """An axis rule names an unknown role or mesh axis, or is not of the documented form."""
+
+
+class SignatureError(AutoshardError, TypeError):
+    """A plan was called with arguments that its rules cannot serve."""
+
+
+class NoFeasiblePlanError(AutoshardError, RuntimeError):
+    """No candidate fits the memory budget."""
+
+
+class SearchFailedError(AutoshardError, RuntimeError):
+    """Every candidate was rejected; the message lists the reasons."""
+
+
+class HardwareError(AutoshardError, ValueError):
+    """A hardware description, link or group size is impossible or unknown."""
+
+
+class TableError(AutoshardError, ValueError):
+    """A spec table cannot be read, or belongs to another function, mesh or schema."""
+
+
+class FactoryError(AutoshardError, ImportError):
+    """The `pkg.module:factory` of the command line cannot be imported or does not return what is needed."""
+
+
+class StudyError(AutoshardError, ValueError):
+    """A stored study belongs to another program, mesh or version."""

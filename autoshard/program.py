@@ -1,0 +1,135 @@
+"""The program as the rest of autoshard sees it: values, equations and bodies, free of jax types.
+
+`trace` builds a `Program` from a jaxpr and is, with its compat file, the only module that knows jaxprs. Invariants:
+
+- every `Value` and every `Eqn` is unique: bodies are made distinct per call site, so identity means "this place";
+- `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer ones first met first);
+- how the values of a body relate to those of its equation is stated by `Eqn.ties`, never guessed from primitive names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """One array of the program.
+
+    Attributes:
+        index: Position in `Program.values`.
+        shape: Global shape.
+        dtype: Name of the dtype as jax prints it (`float32`, `bfloat16`, `key<fry>`).
+        itemsize: Bytes of one element (a typed PRNG key counts its key data).
+        literal: True for a scalar literal written into an equation.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    literal: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole (global) array."""
+        total = self.itemsize
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tie:
+    """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is scanned)."""
+
+    outer: Value
+    inner: Value
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Body:
+    """A jaxpr: the whole program, or the body of a scan, while, cond, remat, custom_jvp/vjp or jit equation.
+
+    Attributes:
+        name: Which parameter of the equation it came from (`jaxpr`, `body_jaxpr`, `branches[1]`).
+        inputs: Invars.
+        consts: Constvars.
+        eqns: Equations in program order.
+        outputs: Outvars.
+        trips: How often it runs per run of its equation; None where that depends on data.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    consts: tuple[Value, ...]
+    eqns: tuple[Eqn, ...]
+    outputs: tuple[Value, ...]
+    trips: int | None = 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Eqn:
+    """One application of a primitive.
+
+    Attributes:
+        index: Position in `Program.eqns`.
+        primitive: Name of the primitive (`dot_general`, `scan`).
+        params: The primitive's parameters as jax holds them (dimension numbers are duck-typed by the dimension rules).
+        inputs: Operands, literals included.
+        outputs: Results; a dropped result is a Value like any other.
+        bodies: Sub-programs, empty for ordinary primitives.
+        ties: How values of the bodies relate to `inputs` and `outputs` (and loop carries to themselves).
+        scanned: Operands and results whose dimension 0 a scan consumes or stacks, one slice a trip.
+        carries: For loops, body inputs and outputs that are carried: `(body input, body output)`.
+        origin: The jax equation, opaque outside `trace` and `constrain`.
+    """
+
+    index: int
+    primitive: str
+    params: Mapping[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple[Body, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    scanned: tuple[Value, ...] = ()
+    carries: tuple[tuple[Value, Value], ...] = ()
+    origin: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """A traced function.
+
+    Attributes:
+        name: Name of the traced function.
+        body: The outermost body; `body.inputs` are the dynamic argument leaves in order.
+        values: Every value, by index.
+        eqns: Every equation of every body, by index.
+        input_paths: Leaf path of each argument leaf (`params/layers/wq`), unique.
+        output_paths: Leaf path of each output leaf, unique.
+        input_argnums: Which argument each leaf belongs to: a position, or a keyword's name.
+        fingerprint: Stable digest of the program (shapes, dtypes, primitives, structure; not variable names).
+        origin: The closed jaxpr, opaque outside `trace` and `constrain`.
+    """
+
+    name: str
+    body: Body
+    values: tuple[Value, ...]
+    eqns: tuple[Eqn, ...]
+    input_paths: tuple[str, ...]
+    output_paths: tuple[str, ...]
+    input_argnums: tuple[int | str, ...]
+    fingerprint: str
+    origin: Any = field(default=None, repr=False)
+
+    def walk(self, body: Body | None = None, trips: int = 1) -> Iterator[tuple[Eqn, int]]:
+        """Yields every equation with how often it runs (unknown trip counts count once), in program order."""
+        body = self.body if body is None else body
+        for eqn in body.eqns:
+            yield eqn, trips
+            for inner in eqn.bodies:
+                yield from self.walk(inner, trips * (1 if inner.trips is None else inner.trips))
