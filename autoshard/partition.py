@@ -1,0 +1,299 @@
+"""Runs Shardy's own partitioner on a lowered program and reads what it decided: collectives and shardings, without compiling.
+
+The passes propagate the shardings of arguments and constraints through the StableHLO and insert explicit collectives with mesh
+axes by name. That takes milliseconds where a compile takes seconds, for any mesh size and on any backend. It is not an exact
+count of the compiled program's bytes (**partitioned**, not **compiled**): XLA fuses, merges and moves collectives afterwards.
+So that equal moves are not counted twice, a move of the same value to the same sharding counts once per loop body.
+
+With `partition_mlir`, its readers, this is the only user of MLIR's Python bindings (`jax.extend.mlir`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir, passmanager
+
+from autoshard.device_groups import MeshCoordinates
+from autoshard.evidence import Collective, CollectiveOp, collective_bytes, ring_bytes, summarise
+from autoshard.partition_mlir import (
+    DimSharding,
+    axis_names,
+    dim_shardings,
+    functions,
+    local_bytes,
+    location,
+    rank,
+    signature,
+    stated_sharding,
+    trip_count,
+)
+
+_PIPELINE = (
+    "builtin.module(sdy-import-pipeline,sdy-import-func-calls,sdy-user-priority-propagate,"
+    "sdy-export-pipeline{enable-insert-explicit-collectives=true})"
+)
+_RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+
+_FACTOR = re.compile(r"[a-z](?:_\d+)?")
+_STABLEHLO_AXIS = re.compile(r'axis_ref<\s*name = "([^"]+)"([^>]*)')
+
+_MOVE_AXES = {
+    "sdy.all_gather": "gathering_axes",
+    "sdy.reduce_scatter": "reduce_scatter_axes",
+    "sdy.all_reduce": "reduction_axes",
+    "sdy.all_to_all": "params",
+    "sdy.collective_permute": "",
+}
+_EXPLICIT = (
+    "stablehlo.all_gather",
+    "stablehlo.reduce_scatter",
+    "stablehlo.all_reduce",
+    "stablehlo.all_to_all",
+    "stablehlo.collective_permute",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """What Shardy decided.
+
+    Attributes:
+        ops: One entry per collective and call site, in program order.
+        collectives: The same, per kind and mesh axes.
+        collective_bytes: Bytes one device sends per call, loop trip counts included.
+        arg_shardings: Per argument of the lowered program (unused ones are dropped by `jit`), the mesh axes of each dimension.
+        result_shardings: The same per result.
+    """
+
+    ops: tuple[CollectiveOp, ...]
+    collectives: tuple[Collective, ...]
+    collective_bytes: int
+    arg_shardings: tuple[tuple[DimSharding, ...], ...]
+    result_shardings: tuple[tuple[DimSharding, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFailure:
+    """The partitioner's passes failed; the candidate is to be rejected with this reason."""
+
+    reason: str
+
+
+def partition(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int]) -> Partitioned | PartitionFailure:
+    """Partitions a lowered program with Shardy's passes; the program itself is left as it is.
+
+    Args:
+        lowered: `jax.jit(fn, ...).lower(...)`, with shardings of one mesh.
+        mesh_axes: Name and size of every mesh axis, in mesh order.
+
+    Returns:
+        What Shardy decided, or why it could not.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    try:
+        operation = _run(module, _PIPELINE)
+        by_name = functions(operation)
+        main = by_name["main"]
+        reader = _Reader(mesh_axes, by_name)
+        ops = tuple(reader.body(main.regions[0].blocks[0], {}))
+        return Partitioned(
+            ops=ops,
+            collectives=summarise(ops),
+            collective_bytes=collective_bytes(ops),
+            arg_shardings=signature(main, "arg_attrs", "inputs"),
+            result_shardings=signature(main, "res_attrs", "results"),
+        )
+    except (ir.MLIRError, ValueError, KeyError, RuntimeError) as error:
+        return PartitionFailure(f"Shardy's passes: {type(error).__name__}: {error}")
+
+
+def _run(module: Any, pipeline: str) -> Any:
+    """Runs passes on a copy; diagnostics go into the exception, not to the terminal."""
+    with module.context as context, _silenced(context):
+        operation = module.operation.clone()
+        passmanager.PassManager.parse(pipeline).run(operation)
+        return operation
+
+
+@contextlib.contextmanager
+def _silenced(context: Any) -> Iterator[None]:
+    handler = context.attach_diagnostic_handler(lambda diagnostic: True)
+    try:
+        yield
+    finally:
+        handler.detach()
+
+
+class _Reader:
+    """Walks the partitioned functions; `alias` maps a value to the value it is equal to."""
+
+    def __init__(self, mesh_axes: Mapping[str, int], functions: Mapping[str, Any]) -> None:
+        self._mesh = MeshCoordinates(mesh_axes)
+        self._functions = functions
+        self._alias: dict[Any, Any] = {}
+
+    def body(self, block: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
+        """Collectives of one execution of a block. `seen`: the moves of this loop body so far."""
+        for view in block:
+            op = view.operation
+            name = op.name
+            if name in _MOVE_AXES:
+                yield from self._move(op, seen)
+            elif name in _EXPLICIT:
+                yield from self._explicit(op)
+            elif name == "sdy.named_computation":
+                yield from self._inlined(op, op.regions[0].blocks[0], seen)
+            elif name == "func.call":
+                callee = self._functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+                yield from self._inlined(op, callee.regions[0].blocks[0], {})
+            elif name == "sdy.manual_computation":
+                yield from self.body(op.regions[0].blocks[0], {})
+            elif name == "stablehlo.while":
+                trips = trip_count(op)
+                for inner in (op.regions[0], op.regions[1]):
+                    for found in self.body(inner.blocks[0], {}):
+                        known = found.trips_known and trips is not None
+                        yield replace(found, trips=found.trips * (1 if trips is None else trips), trips_known=known)
+            elif name in ("stablehlo.case", "stablehlo.if"):
+                branches = [tuple(self.body(region.blocks[0], {})) for region in op.regions]
+                yield from max(branches, key=collective_bytes, default=())
+
+    def _resolve(self, value: Any) -> Any:
+        while value in self._alias:
+            value = self._alias[value]
+        return value
+
+    def _inlined(self, op: Any, block: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
+        for argument, operand in zip(block.arguments, op.operands, strict=True):
+            self._alias[argument] = self._resolve(operand)
+        yield from self.body(block, seen)
+        returned = list(block)[-1].operation.operands
+        for result, value in zip(op.results, returned, strict=True):
+            self._alias[result] = self._resolve(value)
+
+    def _move(self, op: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
+        """An explicit collective that Shardy inserted: the type is global, the sharding says what one device holds."""
+        sharding = str(op.attributes["out_sharding"])
+        key = (self._resolve(op.operands[0]), f"{op.name} {sharding}")
+        if key in seen:
+            self._alias[op.results[0]] = seen[key]
+            return
+        seen[key] = op.results[0]
+        kind = op.name.removeprefix("sdy.")
+        type_ = op.results[0].type
+        dims = dim_shardings(sharding, rank(type_))
+        if kind == "collective_permute":
+            before = stated_sharding(self._resolve(op.operands[0]))
+            moved = [d for d, axes in enumerate(dims) if before is None or axes != before[d]]
+            names = [name for d in moved for name in (*dims[d], *(before[d] if before else ()))]
+        else:
+            names = axis_names(str(op.attributes[_MOVE_AXES[op.name]]))
+        sizes = {name: self._size(name) for name in names}
+        group_size = math.prod(sizes.values())
+        local = local_bytes(type_, [math.prod(self._size(name) for name in axes) for axes in dims])
+        full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
+        yield self._op(op, kind, self._mesh.ordered([name.split(":")[0] for name in names]), group_size, full)
+
+    def _explicit(self, op: Any) -> Iterator[CollectiveOp]:
+        """A collective of the user's shard_map: the type is what one device holds (of the manual axes)."""
+        kind = op.name.removeprefix("stablehlo.")
+        local = 0
+        for result in op.results:
+            dims = stated_sharding(result) or ()
+            local += local_bytes(result.type, [math.prod(self._size(name) for name in axes) for axes in dims])
+        axes, group_size = self._span(op)
+        if group_size > 1:
+            full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
+            yield self._op(op, kind, axes, group_size, full)
+
+    def _span(self, op: Any) -> tuple[tuple[str, ...], int]:
+        if op.name == "stablehlo.collective_permute":
+            pairs = np.array(ir.DenseIntElementsAttr(op.attributes["source_target_pairs"])).tolist()
+            moved = self._mesh.moved_along([(a, b) for a, b in pairs])
+            return moved, math.prod(self._mesh.sizes[axis] for axis in moved)
+        groups = op.attributes["replica_groups"]
+        if isinstance(groups, ir.DenseIntElementsAttr):
+            numbers = np.array(ir.DenseIntElementsAttr(groups), dtype=np.int64)
+            return self._mesh.spanned(numbers), numbers.shape[1]
+        names, size = [], 1
+        for name, rest in _STABLEHLO_AXIS.findall(str(groups)):
+            part = re.search(r"\bsize = (\d+)", rest)
+            names.append(name)
+            size *= int(part[1]) if part else self._mesh.sizes[name]
+        return self._mesh.ordered(names), size
+
+    def _op(self, op: Any, kind: str, axes: tuple[str, ...], group_size: int, full: int) -> CollectiveOp:
+        source, op_name = location(op)
+        sent = ring_bytes(kind, full, group_size)
+        shape = ", ".join(str(result.type) for result in op.results)
+        return CollectiveOp(kind, axes, group_size, 1, full, sent, shape, source, op_name)
+
+    def _size(self, axis: str) -> int:
+        name, _, part = axis.partition(":")
+        return int(part.rpartition(")")[2]) if part else self._mesh.sizes[name]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """The compiler's own dimension rule of one operation.
+
+    Attributes:
+        op: Name of the operation (`stablehlo.dot_general`).
+        operands: Per operand and dimension, its factors, major first (`(("i",), ("k",))`).
+        results: The same per result.
+        sizes: Size of each factor.
+        kinds: Factors by kind: `reduction`, `need_replication`, `permutation`, `blocked_propagation`.
+        text: The rule as Shardy prints it.
+    """
+
+    op: str
+    operands: tuple[tuple[tuple[str, ...], ...], ...]
+    results: tuple[tuple[tuple[str, ...], ...], ...]
+    sizes: Mapping[str, int]
+    kinds: Mapping[str, tuple[str, ...]]
+    text: str
+
+
+def op_sharding_rule(lowered: jax.stages.Lowered | str) -> tuple[OpRule, ...]:
+    """The compiler's dimension rule of every operation that has one, in program order.
+
+    Args:
+        lowered: A lowered program, or the text of a StableHLO module.
+    """
+    module: Any
+    if isinstance(lowered, str):
+        empty: Any = jax.jit(lambda: None).lower().compiler_ir("stablehlo")  # its context has all dialects
+        with empty.context:
+            module = ir.Module.parse(lowered)
+    else:
+        module = lowered.compiler_ir("stablehlo")
+    rules: list[OpRule] = []
+
+    def visit(op: Any) -> Any:
+        if "sdy.sharding_rule" in op.attributes:
+            rules.append(_parse_rule(op.name, str(op.attributes["sdy.sharding_rule"])))
+        return ir.WalkResult.ADVANCE
+
+    _run(module, _RULES_PIPELINE).walk(visit)
+    return tuple(rules)
+
+
+def _parse_rule(name: str, text: str) -> OpRule:
+    """Parses `#sdy.op_sharding_rule<([i, k], [k, j])->([i, j]) {i=8, j=32, k=16} reduction={k}>`."""
+    left, right = text.split("->", 1)
+    sizes = {factor: int(size) for factor, size in re.findall(r"(\w+)=(\d+)", right)}
+    kinds = {kind: tuple(factors.split(", ")) for kind, factors in re.findall(r"(\w+)=\{([^}]*)\}", right)}
+    return OpRule(name, _mappings(left), _mappings(right[: right.index(")")]), sizes, kinds, text)
+
+
+def _mappings(text: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    tensors = re.findall(r"\[([^\]]*)\]", text)
+    return tuple(tuple(tuple(_FACTOR.findall(d)) for d in t.split(", ") if d) for t in tensors)
