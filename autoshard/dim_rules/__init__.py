@@ -1,0 +1,13 @@
+"""Dimension rules: for each primitive, which dimensions of its operands and results run over the same loop.
+
+`rule_of` is the one way in. A primitive belongs to a family, one file each, and the registry holds an entry for every
+primitive that jax lowers, be it only to say why it links nothing.
+"""
+
+from autoshard.dim_rules.registry import Coverage as Coverage
+from autoshard.dim_rules.registry import Entry as Entry
+from autoshard.dim_rules.registry import known_primitives as known_primitives
+from autoshard.dim_rules.registry import rule_of as rule_of
+from autoshard.dim_rules.reshaping import reshape_rule as reshape_rule
+from autoshard.dim_rules.types import DimRule as DimRule
+from autoshard.dim_rules.types import LoopKind as LoopKind

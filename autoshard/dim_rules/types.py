@@ -1,4 +1,4 @@
-"""What a dimension rule says: the loops of an equation, and which loop each dimension of each operand and result runs over.
+"""What a dimension rule says: the loops of an equation, and over which loop each dimension of its arrays runs.
 
 A rule is a claim that can be checked by running it: *cut all dimensions of one loop into pieces together, run the
 primitive on the pieces, and the pieces of the results follow* -- by concatenation (`PASS`), or by combining them

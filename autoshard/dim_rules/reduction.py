@@ -1,0 +1,101 @@
+"""Reductions and scans along a dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from autoshard.dim_rules.loops import Loops, Rule, ints
+from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.program import Eqn
+
+_COMBINE = {
+    "reduce_sum": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "mul",
+    "reduce_and": "and",
+    "reduce_or": "or",
+    "reduce_xor": "xor",
+}
+
+_MONOIDS = frozenset(_COMBINE.values())
+
+
+def _keep(loops: Loops, operands: int, axes: tuple[int, ...]) -> None:
+    """States PASS loops over the dimensions that the reduction keeps."""
+    kept = [dim for dim in range(len(loops.operands[0])) if dim not in axes]
+    for position, dim in enumerate(kept):
+        loops.add(
+            LoopKind.PASS,
+            [(i, dim) for i in range(operands)],
+            [(i, position) for i in range(len(loops.results))],
+        )
+
+
+def reduce_axes(eqn: Eqn) -> DimRule:
+    """Reduces `axes` with an operator that combines partial results; the other dimensions pass."""
+    loops = Loops.of(eqn)
+    axes = ints(eqn.params["axes"])
+    _keep(loops, 1, axes)
+    for dim in axes:
+        loops.add(LoopKind.REDUCED, [(0, dim)])
+    return loops.rule(_COMBINE[eqn.primitive])
+
+
+def arg_reduce(eqn: Eqn) -> DimRule:
+    """argmax and argmin: the searched dimension is WHOLE, since partial results do not combine without the values."""
+    loops = Loops.of(eqn)
+    _keep(loops, 1, ints(eqn.params["axes"]))
+    return loops.rule()
+
+
+def reduce(eqn: Eqn) -> DimRule:
+    """The general form: operands, then as many scalar initial values.
+
+    If the body is one operator that combines (add, max, ...) for every operand, the reduced dimensions are REDUCED, and
+    the initial values count on one device only; else they are WHOLE.
+    """
+    loops = Loops.of(eqn)
+    count = len(eqn.outputs)
+    axes = ints(eqn.params["dimensions"])
+    _keep(loops, count, axes)
+    combine = _monoid(eqn.params.get("jaxpr"), count)
+    kind = LoopKind.WHOLE if combine is None else LoopKind.REDUCED
+    for dim in axes:
+        loops.add(kind, [(i, dim) for i in range(count)])
+    return loops.rule(combine or "add")
+
+
+def _monoid(jaxpr: Any, count: int) -> str | None:
+    """The operator that `jaxpr` applies to each pair (accumulator i, element i); None if it is anything else."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if jaxpr is None or len(jaxpr.eqns) != count:
+        return None
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    if len(names) != 1 or not names <= _MONOIDS:
+        return None
+    for i, (eqn, out) in enumerate(zip(jaxpr.eqns, jaxpr.outvars, strict=True)):
+        pair = jaxpr.invars[i], jaxpr.invars[i + count]
+        straight = all(a is b for a, b in zip(eqn.invars, pair, strict=True))
+        swapped = all(a is b for a, b in zip(eqn.invars, reversed(pair), strict=True))
+        if not (straight or swapped) or eqn.outvars[0] is not out:
+            return None
+    return str(names.pop())
+
+
+def scan_axis(eqn: Eqn) -> DimRule:
+    """cumsum and its like: the dimension scanned is WHOLE, the others pass."""
+    loops = Loops.of(eqn)
+    axis = int(eqn.params["axis"])
+    for dim in range(len(loops.operands[0])):
+        loops.add(LoopKind.WHOLE if dim == axis else LoopKind.PASS, [(0, dim)], [(0, dim)])
+    return loops.rule()
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    dict.fromkeys(_COMBINE, reduce_axes)
+    | {"argmax": arg_reduce, "argmin": arg_reduce, "reduce": reduce}
+    | dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), scan_axis)
+)

@@ -1,0 +1,122 @@
+"""The registry: primitive name -> family and rule."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autoshard.dim_rules import (
+    contraction,
+    elementwise,
+    indexing,
+    linear_algebra,
+    random_numbers,
+    reduction,
+    reshaping,
+    shape,
+    sorting,
+    special,
+    windows,
+)
+from autoshard.dim_rules.loops import Rule, whole_rule
+from autoshard.dim_rules.types import DimRule
+from autoshard.program import Eqn
+
+
+class Coverage(enum.Enum):
+    """What the registry knows of a primitive.
+
+    RULE: its rule relates dimensions.
+    STRUCTURAL: it has bodies, and `Eqn.ties` relate dimensions; its rule links nothing.
+    OPAQUE: it links nothing on purpose.
+    """
+
+    RULE = "rule"
+    STRUCTURAL = "structural"
+    OPAQUE = "opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the registry holds for one primitive.
+
+    Attributes:
+        family: Which file or group of primitives it belongs to.
+        coverage: Whether it has a rule of its own.
+        rule: Its rule; may raise on parameters that it does not know (`rule_of` does not).
+        reason: Why it links nothing, empty if it has a rule.
+    """
+
+    family: str
+    coverage: Coverage
+    rule: Rule
+    reason: str = ""
+
+
+_FAMILIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
+    {
+        "elementwise": elementwise.RULES,
+        "contraction": contraction.RULES,
+        "windows": windows.RULES,
+        "shape": shape.RULES,
+        "reshaping": reshaping.RULES,
+        "indexing": indexing.RULES,
+        "reduction": reduction.RULES,
+        "sorting": sorting.RULES,
+        "linear_algebra": linear_algebra.RULES,
+        "random": random_numbers.RULES,
+        "special": special.RULES,
+    }
+)
+
+
+def _collect() -> Mapping[str, Entry]:
+    """All entries, by primitive."""
+    entries: dict[str, Entry] = {}
+
+    def add(name: str, entry: Entry) -> None:
+        assert name not in entries, f"{name} has two entries"
+        entries[name] = entry
+
+    for family, rules in _FAMILIES.items():
+        for name, rule in rules.items():
+            add(name, Entry(family, Coverage.RULE, rule))
+    for name in special.STRUCTURAL:
+        add(
+            name,
+            Entry("structural", Coverage.STRUCTURAL, whole_rule, "its bodies are tied to its operands and results"),
+        )
+    for name, reason in special.OPAQUE.items():
+        add(name, Entry("opaque", Coverage.OPAQUE, whole_rule, reason))
+    return MappingProxyType(dict(sorted(entries.items())))
+
+
+_ENTRIES = _collect()
+
+
+def known_primitives() -> Mapping[str, Entry]:
+    """Every primitive that the registry knows, by name."""
+    return _ENTRIES
+
+
+def rule_of(eqn: Eqn) -> DimRule:
+    """The dimension rule of an equation; never raises.
+
+    An unknown primitive, or one whose parameters are not as its rule expects (another jax, an extended shape), links
+    nothing: that costs a layout, never a result.
+
+    Args:
+        eqn: Any equation.
+
+    Returns:
+        A rule with a loop for each dimension of each operand and result.
+    """
+    entry = _ENTRIES.get(eqn.primitive)
+    if entry is None:
+        return whole_rule(eqn)
+    try:
+        return entry.rule(eqn)
+    except Exception:
+        return whole_rule(eqn)
