@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,13 +42,35 @@ class Value:
         return total
 
 
+class Flow(enum.Enum):
+    """Which way data goes along a tie: into a body, out of it, or out of it and back in as the next trip's carry."""
+
+    IN = "in"
+    OUT = "out"
+    BACK = "back"
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Tie:
-    """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is scanned)."""
+    """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is scanned).
+
+    IN ties an operand to a body input, OUT a body output to a result, BACK a result to the body input that carries it.
+    """
 
     outer: Value
     inner: Value
+    flow: Flow
     offset: int = 0
+
+    @property
+    def source(self) -> Value:
+        """The value that data comes from."""
+        return self.inner if self.flow is Flow.OUT else self.outer
+
+    @property
+    def target(self) -> Value:
+        """The value that data goes to."""
+        return self.outer if self.flow is Flow.OUT else self.inner
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,0 +1,150 @@
+"""The differences between jax 0.10 and 0.12 jaxprs, and the few jax internals autoshard needs, behind one door.
+
+jax 0.10 puts `ClosedJaxpr` into equation parameters and `num_consts`/`num_carry` into `scan`; 0.12 puts plain `Jaxpr`
+(which answers `.jaxpr` and `.consts` itself) and `ft_in`/`ft_out`. Only this module and `trace` import `jax.extend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+JaxprEqn = Any
+Var = Any
+
+
+def is_literal(atom: object) -> bool:
+    """True for a literal operand."""
+    return isinstance(atom, core.Literal)
+
+
+def is_drop(var: object) -> bool:
+    """True for a result that nobody reads."""
+    return isinstance(var, core.DropVar)
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable of the same abstract value."""
+    return core.Var(aval)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The plain jaxpr of a closed or plain one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """The constants bound to the constvars of a closed jaxpr (none for a plain one)."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value: object) -> bool:
+    """True for a closed or a plain jaxpr."""
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+
+
+def replace_jaxpr(old: Any, new_open: Any) -> Any:
+    """A jaxpr of the kind of `old` (closed or plain) with the body `new_open`."""
+    if isinstance(old, core.ClosedJaxpr) and open_jaxpr(old) is not old:
+        return core.ClosedJaxpr(new_open, old.consts)
+    return new_open
+
+
+def map_jaxprs(params: Mapping[str, Any], transform: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Parameters with every jaxpr replaced by `transform(name, jaxpr)`.
+
+    Only jaxprs and *exact* tuples of jaxprs are touched: named tuples of jaxprs (`custom_linear_solve`) stay as they are.
+    """
+    changed = dict(params)
+    for key, value in params.items():
+        if is_jaxpr(value):
+            changed[key] = transform(key, value)
+        elif type(value) is tuple and value and all(is_jaxpr(item) for item in value):
+            changed[key] = tuple(transform(f"{key}[{i}]", item) for i, item in enumerate(value))
+    return changed
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Numbers of constants and of carries of a scan equation."""
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+    return consts, carry
+
+
+def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as the call would have had it."""
+    info = eqn.source_info
+    stack = outer.source_info.name_stack + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack))
+
+
+def is_unspecified(sharding: object) -> bool:
+    """True for the marker that a nested jit uses where the user gave no sharding."""
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def abstractify(leaf: object) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an argument leaf.
+
+    Raises:
+        TypeError: If jax does not take such a value as an array.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        shape, dtype, weak = leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
+    else:
+        aval = jax.typeof(leaf)
+        shape, dtype, weak = aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0:
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
+
+
+def itemsize_of(aval: Any) -> int:
+    """Bytes of one element of an abstract value on a device; 0 for tokens and float0."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or dtype == jax.dtypes.float0:
+        return 0
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return int(dtype.itemsize)
+    return int(np.dtype(dtype).itemsize)
+
+
+def user_spec(eqn: JaxprEqn) -> PartitionSpec | None:
+    """The PartitionSpec of a `sharding_constraint` equation, or None where it is not a NamedSharding."""
+    sharding = eqn.params.get("sharding")
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+class ConstraintMaker:
+    """Makes `sharding_constraint` equations, with the primitive and parameters taken from a traced one."""
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        self._mesh = mesh
+        self._templates: dict[tuple[int, PartitionSpec], JaxprEqn] = {}
+
+    def __call__(self, source: Var, result: Var, spec: PartitionSpec, anchor: JaxprEqn) -> JaxprEqn:
+        """The equation `result = sharding_constraint(source)`, with the source line of `anchor`."""
+        rank = len(source.aval.shape)
+        key = (rank, spec)
+        if key not in self._templates:
+            sharding = NamedSharding(self._mesh, spec)
+            aval = jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32)
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(aval)
+            (self._templates[key],) = traced.jaxpr.eqns
+        return self._templates[key].replace(
+            invars=[source], outvars=[result], source_info=anchor.source_info, ctx=anchor.ctx
+        )
+
+
+def source_of(eqn: JaxprEqn) -> tuple[str, int]:
+    """File and line of the user's code that an equation came from; ("", 0) where jax kept none."""
+    from jax._src import source_info_util
+
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return ("", 0) if frame is None else (frame.file_name, frame.start_line)

@@ -1,0 +1,154 @@
+"""Stage 8, second half: lowers and compiles a layout with real `jit` shardings, and reads the truth from the program.
+
+One builder serves the search and the plan, so what the search compiled is what the plan runs. On a mesh with Explicit
+axes the function is wrapped in `jax.sharding.auto_axes`: it takes and returns Explicit arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autoshard.constrain import constraints_for
+from autoshard.evidence import collective_bytes, summarise
+from autoshard.hlo import read_collectives, read_full_remat_warnings
+from autoshard.layout import Layout
+from autoshard.meshes import MeshInfo
+from autoshard.trace import Traced, as_function, insert_constraints
+from autoshard.trial import CompiledEvidence
+
+CompilerOptions = Mapping[str, str | bool | int | float]
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A layout as a jitted function of flat leaves.
+
+    Attributes:
+        jitted: Takes and returns flat leaves.
+        function: The same, not jitted: constraints inside, no shardings on arguments and outputs.
+        in_shardings: Of the argument leaves.
+        out_shardings: Of the output leaves.
+    """
+
+    jitted: Any
+    function: Callable[..., list[Any]]
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers for the shapes it was traced for."""
+        lowered: jax.stages.Lowered = self.jitted.lower(*self.avals)
+        return lowered
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled layout with what its program says."""
+
+    built: Built
+    executable: Any
+    evidence: CompiledEvidence
+
+
+def build(traced: Traced, layout: Layout, mesh: MeshInfo) -> Built:
+    """The layout as a jitted function; compiles nothing yet."""
+    closed = insert_constraints(traced.program, constraints_for(layout), mesh.auto)
+    function = as_function(closed, traced.program.name)
+    in_shardings = tuple(mesh.sharding(spec) for spec in layout.input_specs())
+    out_shardings = tuple(mesh.sharding(spec) for spec in layout.output_specs())
+    wrapped: Callable[..., Any] = function
+    if mesh.explicit_axes:
+        out = list(out_shardings)
+        wrapped = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
+        wrapped.__name__ = wrapped.__qualname__ = traced.program.name
+    donated = tuple(i for i, gone in enumerate(traced.call.donated) if gone)
+    jitted = jax.jit(
+        wrapped, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=donated
+    )
+    return Built(jitted, function, in_shardings, out_shardings, traced.call.avals)
+
+
+def compile_built(
+    built: Built,
+    mesh: MeshInfo,
+    *,
+    compiler_options: CompilerOptions | None = None,
+    time_of: Callable[[Sequence[Any]], float] | None = None,
+) -> Compiled:
+    """Compiles and reads the evidence.
+
+    Args:
+        built: From `build`.
+        mesh: The mesh.
+        compiler_options: Passed to XLA as they are.
+        time_of: Seconds of a step given the program's collectives.
+
+    Returns:
+        The executable with its evidence. Whatever XLA raises comes through: the driver makes a rejection of it.
+    """
+    with captured_stderr() as written, _unmeshed():
+        lowered = built.lower()
+        start = time.perf_counter()
+        executable = lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
+        seconds = time.perf_counter() - start
+    text = executable.as_text() or ""
+    ops = read_collectives(text, mesh.axes)
+    memory = executable.memory_analysis()
+    arguments, outputs = int(memory.argument_size_in_bytes), int(memory.output_size_in_bytes)
+    alias, temporary = int(memory.alias_size_in_bytes), int(memory.temp_size_in_bytes)
+    peak = arguments + outputs - alias + temporary
+    if mesh.platform != "cpu":
+        peak = int(getattr(memory, "peak_memory_in_bytes", 0)) or peak
+    cost = executable.cost_analysis() or {}
+    evidence = CompiledEvidence(
+        collectives=summarise(ops),
+        collective_bytes=collective_bytes(ops),
+        argument_bytes=arguments,
+        output_bytes=outputs,
+        alias_bytes=alias,
+        temp_bytes=temporary,
+        peak_bytes=peak,
+        full_remat_warnings=read_full_remat_warnings(written()),
+        flops=float(cost.get("flops", 0.0)),
+        time_s=0.0 if time_of is None else time_of(ops),
+        compile_s=seconds,
+    )
+    return Compiled(built, executable, evidence)
+
+
+def _unmeshed() -> contextlib.AbstractContextManager[Any]:
+    """Compilation does not depend on a mesh that the caller happens to have set; all shardings are concrete."""
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """Captures file descriptor 2, where XLA's C++ warnings go and nowhere else; yields a reader of what was written."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        text = ""
+
+        def read() -> str:
+            return text
+
+        try:
+            yield read
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            text = file.read().decode(errors="replace")

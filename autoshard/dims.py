@@ -1,0 +1,184 @@
+"""Stage 2: logical axes. Every (value, dimension) pair is a node; dimension rules and ties join nodes; classes are axes.
+
+Invariants:
+
+- only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded, sorted or gathered is
+  another axis than the result's);
+- values that depend on no argument (iota, masks, tables) join nothing and have no axes: one mask used for two sequences
+  does not make them one;
+- dimensions of size 1 have no axis;
+- a scanned dimension never inherits an axis through a reshape: in `(B) -> (n_micro, b)` followed by a scan, b is the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
+from autoshard.program import Eqn, Program, Value
+
+NO_AXIS = -1
+
+
+@dataclass(frozen=True, eq=False)
+class LogicalAxes:
+    """The logical axes of a program.
+
+    Attributes:
+        program: The program.
+        count: Number of axes, numbered by first appearance (arguments first).
+        of_value: By `Value.index`, the axis of each dimension (`NO_AXIS` for none).
+        rules: By `Eqn.index`, the dimension rule.
+        scanned: Axes that some scan consumes or stacks one slice at a time.
+        constant: By `Value.index`, True where the value depends on no argument.
+    """
+
+    program: Program
+    count: int
+    of_value: tuple[tuple[int, ...], ...]
+    rules: tuple[DimRule, ...]
+    scanned: frozenset[int]
+    constant: tuple[bool, ...]
+
+    def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
+        """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result."""
+        rule = self.rules[eqn.index]
+        found: list[tuple[int, int]] = [(NO_AXIS, 1)] * len(rule.kinds)
+        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
+            for value, loops in zip(values, maps, strict=True):
+                for axis, size, loop in zip(self.of_value[value.index], value.shape, loops, strict=True):
+                    if axis != NO_AXIS or found[loop][0] == NO_AXIS:
+                        found[loop] = (axis, size)
+        return tuple(found)
+
+
+def logical_axes(program: Program, carry: Sequence[tuple[int, int]] = ()) -> LogicalAxes:
+    """Finds the logical axes of a program.
+
+    Args:
+        program: From `trace`.
+        carry: Pairs (input leaf, output leaf) that are the same array one step later; their dimensions are joined.
+
+    Returns:
+        The axes; every dimension of size > 1 of a value that depends on an argument has one.
+    """
+    constant = _constant(program)
+    rules = [rule_of(eqn) for eqn in program.eqns]
+    first_node = np.concatenate([[0], np.cumsum([len(v.shape) for v in program.values])])
+    sizes = np.array([size for v in program.values for size in v.shape], dtype=np.int64)
+    edges: list[tuple[int, int]] = []
+
+    def join(a: Value, i: int, b: Value, j: int) -> None:
+        if not (constant[a.index] or constant[b.index]) and a.shape[i] > 1 and b.shape[j] > 1:
+            edges.append((int(first_node[a.index]) + i, int(first_node[b.index]) + j))
+
+    def join_loops(eqn: Eqn, rule: DimRule) -> None:
+        places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
+        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
+            for value, loops in zip(values, maps, strict=True):
+                if not constant[value.index]:
+                    for dim, loop in enumerate(loops):
+                        places[loop].append((value, dim))
+        for kind, members in zip(rule.kinds, places, strict=True):
+            if kind in (LoopKind.PASS, LoopKind.REDUCED):
+                for (a, i), (b, j) in pairwise(members):
+                    join(a, i, b, j)
+
+    scanned_nodes = []
+    for eqn in program.eqns:
+        for tie in eqn.ties:
+            for dim in range(len(tie.inner.shape)):
+                join(tie.outer, dim + tie.offset, tie.inner, dim)
+        scanned_nodes += [int(first_node[v.index]) for v in eqn.scanned]
+        if eqn.primitive != "reshape":
+            join_loops(eqn, rules[eqn.index])
+    for source, target in carry:
+        a, b = program.body.inputs[source], program.body.outputs[target]
+        for dim in range(len(a.shape)):
+            join(a, dim, b, dim)
+
+    labels = _components(len(sizes), edges)
+    scanned = set(labels[scanned_nodes].tolist())
+    for eqn in program.eqns:
+        if eqn.primitive == "reshape":
+            rule = _reshape(eqn, labels, first_node, scanned) or rules[eqn.index]
+            rules[eqn.index] = rule
+            join_loops(eqn, rule)
+    labels = _components(len(sizes), edges)
+
+    numbers: dict[int, int] = {}
+    order = [*program.body.inputs, *program.values]
+    for value in order:
+        if not constant[value.index]:
+            start = int(first_node[value.index])
+            for dim, size in enumerate(value.shape):
+                if size > 1:
+                    numbers.setdefault(int(labels[start + dim]), len(numbers))
+
+    def axes_of(value: Value) -> tuple[int, ...]:
+        if constant[value.index]:
+            return (NO_AXIS,) * len(value.shape)
+        start = int(first_node[value.index])
+        return tuple(
+            numbers[int(labels[start + dim])] if size > 1 else NO_AXIS for dim, size in enumerate(value.shape)
+        )
+
+    final_scanned = {numbers[int(labels[n])] for n in scanned_nodes if int(labels[n]) in numbers}
+    return LogicalAxes(
+        program=program,
+        count=len(numbers),
+        of_value=tuple(axes_of(v) for v in program.values),
+        rules=tuple(rules),
+        scanned=frozenset(final_scanned),
+        constant=tuple(constant),
+    )
+
+
+def _components(count: int, edges: list[tuple[int, int]]) -> np.ndarray:
+    """Component number of each node."""
+    if not count:
+        return np.zeros(0, dtype=np.int64)
+    ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
+    graph = coo_array((np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count))
+    return np.asarray(connected_components(graph, directed=False)[1], dtype=np.int64)
+
+
+def _reshape(eqn: Eqn, labels: np.ndarray, first_node: np.ndarray, scanned: set[int]) -> DimRule | None:
+    """The rule of a reshape some of whose dimensions are scanned; None where none is."""
+    (operand, *rest), (result,) = eqn.inputs, eqn.outputs
+    if rest:
+        return None
+
+    def dims(value: Value) -> frozenset[int]:
+        start = int(first_node[value.index])
+        return frozenset(d for d in range(len(value.shape)) if int(labels[start + d]) in scanned)
+
+    skip_in, skip_out = dims(operand), dims(result)
+    if not (skip_in or skip_out):
+        return None
+    return reshape_rule(operand.shape, result.shape, skip_in, skip_out)
+
+
+def _constant(program: Program) -> list[bool]:
+    """By value, True where it depends on no argument (constvars and literals included)."""
+    constant = [True] * len(program.values)
+    for value in program.body.inputs:
+        constant[value.index] = False
+    changed = True
+    while changed:  # twice for most programs: once more than the deepest chain of loop carries
+        changed = False
+        for eqn in program.eqns:
+            targets = [tie.target for tie in eqn.ties if not constant[tie.source.index]]
+            if not eqn.bodies and not all(constant[v.index] for v in eqn.inputs):
+                targets += eqn.outputs
+            for target in targets:
+                if constant[target.index]:
+                    constant[target.index] = False
+                    changed = True
+    return constant

@@ -1,0 +1,131 @@
+"""Inputs for verifying and measuring: the person's arrays (copied, never donated) or arrays made here, shard by shard.
+
+Made floats are uniform in [0.01, 0.11) (positive, so that square roots of second moments and logarithms stay finite);
+made integers are uniform in [0, bound), where bound is the smallest dimension that the program indexes with integers, so
+that look-ups stay in range. Values depend on the leaf and the global position only, so every layout gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from autoshard.program import Program
+from autoshard.signature import Call
+
+INDEXING = frozenset({"gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice"})
+DEFAULT_BOUND = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Where the values of the argument leaves come from.
+
+    Attributes:
+        call: The call.
+        integer_bound: Made integers are below this.
+    """
+
+    call: Call
+    integer_bound: int
+
+    @property
+    def made(self) -> bool:
+        """True if some leaf is abstract, so that its values are made here."""
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self.call.leaves)
+
+    def place(self, shardings: Sequence[Sharding]) -> list[jax.Array]:
+        """Fresh arrays with these shardings; the person's own arrays are never handed out."""
+        return [self._place(i, sharding) for i, sharding in enumerate(shardings)]
+
+    def _place(self, number: int, sharding: Sharding) -> jax.Array:
+        leaf, aval = self.call.leaves[number], self.call.avals[number]
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return self._make(number, aval, sharding)
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = np.asarray(jax.random.key_data(leaf))
+            return _keys(data, str(jax.random.key_impl(leaf)), sharding)
+        host = np.asarray(leaf)
+        if host.dtype != aval.dtype:
+            host = host.astype(aval.dtype)
+        return _put(host, aval, sharding)
+
+    def _make(self, number: int, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            key = jax.random.key(number, impl=aval.dtype._impl.name)
+            data = np.asarray(jax.random.key_data(key))
+            return _keys(np.broadcast_to(data, (*aval.shape, *data.shape)), aval.dtype._impl.name, sharding)
+        fill = self._filler(number, aval)
+        return jax.make_array_from_callback(aval.shape, sharding, fill)
+
+    def _filler(self, number: int, aval: jax.ShapeDtypeStruct) -> Callable[[Any], np.ndarray]:
+        dtype = np.dtype(aval.dtype)
+
+        def fill(index: tuple[slice, ...]) -> np.ndarray:
+            position = np.zeros((), np.uint64)
+            for dim, (part, size) in enumerate(zip(index, aval.shape, strict=True)):
+                steps = np.arange(*part.indices(size), dtype=np.uint64)
+                position = position[..., None] * np.uint64(size) + steps
+                del dim
+            mixed = _mix(position + np.uint64(number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF))
+            if jnp.issubdtype(dtype, jnp.integer):
+                return (mixed % np.uint64(self.integer_bound)).astype(dtype)
+            if dtype == np.bool_:
+                return (mixed & np.uint64(1)).astype(np.bool_)
+            unit = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+            return (0.01 + 0.1 * unit).astype(dtype)
+
+        return fill
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def _put(host: np.ndarray, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    if aval.dtype == jax.dtypes.float0:
+        return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
+    # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the person's.
+    placed = jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
+    if aval.weak_type:
+        placed = jax.jit(lambda x: jax.lax.convert_element_type(x, _python_type(aval.dtype)), out_shardings=sharding)(
+            placed
+        )
+    return placed
+
+
+def _python_type(dtype: Any) -> type:
+    return bool if dtype == np.bool_ else int if jnp.issubdtype(dtype, jnp.integer) else (
+        complex if jnp.issubdtype(dtype, jnp.complexfloating) else float
+    )  # fmt: skip
+
+
+def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
+    keys = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    return jax.device_put(keys, sharding)
+
+
+def inputs_for(call: Call, program: Program) -> Inputs:
+    """Inputs of a call; see the module's docstring for what is made where leaves are abstract."""
+    sizes = []
+    for eqn in program.eqns:
+        if eqn.primitive not in INDEXING:
+            continue
+        shape = eqn.inputs[0].shape
+        if "dimension_numbers" in eqn.params:
+            numbers = eqn.params["dimension_numbers"]
+            indexed = getattr(numbers, "start_index_map", None) or getattr(numbers, "scatter_dims_to_operand_dims", ())
+        else:
+            indexed = range(len(shape))
+        sizes += [shape[d] for d in indexed if shape[d] > 1]
+    return Inputs(call, min(sizes, default=DEFAULT_BOUND))

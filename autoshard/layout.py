@@ -1,0 +1,279 @@
+"""Stage 4: axis rules to specs, by first-fit with divisibility.
+
+An axis rule sends a role to a mesh axis. For each array the rules are tried in order: a rule takes the (first or last)
+dimension of its role if its mesh axis is still unused in this array and divides what is left of the dimension. The same
+first-fit over the *loops* of an equation says how the work itself is split.
+
+A dimension whose rule finds the mesh axis unused but not dividing is *open*: inside the function it is left to the
+partitioner (`PartitionSpec.UNCONSTRAINED`) and never pinned replicated.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jax.sharding import PartitionSpec
+
+from autoshard.dim_rules import LoopKind
+from autoshard.dims import NO_AXIS
+from autoshard.errors import RuleError
+from autoshard.groups import Groups
+from autoshard.program import Eqn, Program, Value
+from autoshard.roles import Roles
+
+Spec = tuple[tuple[str, ...], ...]
+"""Canonical spec of a value: for each dimension the mesh axes it is split over, major first; full rank."""
+
+Occurrence = Literal["first", "last"]
+EVERYWHERE = "everywhere"
+OPTIMIZER = "optimizer"
+_TEXT = re.compile(
+    r"^\s*(?P<role>\S+?)\s*->\s*(?P<axis>[^\s()@]+)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """One axis rule.
+
+    Attributes:
+        role: Name of the role.
+        mesh_axis: Name of the mesh axis.
+        occurrence: Which dimension it takes where the role occurs twice in one value.
+        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with ROLE` or `without ROLE` (true of the
+            other roles of the same value).
+
+    >>> str(AxisRule("wq.1", "model"))
+    'wq.1->model'
+    >>> AxisRule.parse("emb.1->data (optimizer)")
+    AxisRule(role='emb.1', mesh_axis='data', occurrence='first', where='optimizer')
+    """
+
+    role: str
+    mesh_axis: str
+    occurrence: Occurrence = "first"
+    where: str = EVERYWHERE
+
+    def __str__(self) -> str:
+        where = "" if self.where == EVERYWHERE else f" ({self.where})"
+        return f"{self.role}->{self.mesh_axis}{where}" + ("" if self.occurrence == "first" else f" @{self.occurrence}")
+
+    @classmethod
+    def parse(cls, text: str) -> AxisRule:
+        """Reads what `str` prints.
+
+        Raises:
+            RuleError: If the text is no axis rule.
+        """
+        match = _TEXT.match(text)
+        if match is None:
+            raise RuleError(f"{text!r} is no axis rule. Write 'role->mesh axis', for example 'wq.1->model'.")
+        occurrence: Occurrence = "last" if match["occurrence"] == "last" else "first"
+        return cls(match["role"], match["axis"], occurrence, match["where"] or EVERYWHERE)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Outcome of first-fit: the mesh axes of each dimension, and the dimensions left open."""
+
+    spec: Spec
+    open_dims: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """An axis rule bound to role numbers and an axis size."""
+
+    role: int
+    mesh_axis: str
+    size: int
+    last: bool
+    optimizer: bool
+    needs: int | None
+    forbids: int | None
+
+
+def first_fit(roles: Sequence[int], sizes: Sequence[int], rules: Iterable[_Bound], optimizer: bool) -> Fit:
+    """First-fit with divisibility over the dimensions of one value, or the loops of one equation.
+
+    Args:
+        roles: Role of each dimension.
+        sizes: Size of each.
+        rules: In order.
+        optimizer: True for values of the optimizer state.
+    """
+    spec: list[tuple[str, ...]] = [()] * len(sizes)
+    left = list(sizes)
+    used: set[str] = set()
+    misfits: set[int] = set()
+    for rule in rules:
+        if rule.mesh_axis in used or rule.role not in roles or (rule.optimizer and not optimizer):
+            continue
+        if (rule.needs is not None and rule.needs not in roles) or (rule.forbids is not None and rule.forbids in roles):
+            continue
+        dims = [d for d, role in enumerate(roles) if role == rule.role and sizes[d] > 1]
+        fitting = [d for d in dims if left[d] % rule.size == 0]
+        if fitting:
+            dim = fitting[-1] if rule.last else fitting[0]
+            spec[dim] += (rule.mesh_axis,)
+            left[dim] //= rule.size
+            used.add(rule.mesh_axis)
+        else:
+            misfits.update(dims)
+    return Fit(tuple(spec), frozenset(misfits))
+
+
+Signature = tuple[tuple[int, ...], tuple[int, ...], bool]
+"""What first-fit looks at: the roles and sizes of a value's dimensions (or an equation's loops), and optimizer or not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What stays fixed while candidates vary.
+
+    Attributes:
+        roles: The roles.
+        groups: Groups of the arguments.
+        mesh_axes: Size of each mesh axis, in mesh order.
+        pins: Specs fixed by the user, by `Value.index`.
+        signatures: Every distinct signature of the program's values and works, in a stable order.
+    """
+
+    roles: Roles
+    groups: Groups
+    mesh_axes: Mapping[str, int]
+    pins: Mapping[int, Spec] = field(default_factory=dict)
+    signatures: tuple[Signature, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        program = self.roles.axes.program
+        found = {self.value_signature(v) for v in program.values} | {self.work_signature(e) for e in program.eqns}
+        some = {s for s in found if any(role != NO_AXIS for role in s[0])}
+        object.__setattr__(self, "signatures", tuple(sorted(some)))
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.roles.axes.program
+
+    def value_signature(self, value: Value) -> Signature:
+        """Signature of a value."""
+        return self.roles.of_value[value.index], value.shape, value.index in self.groups.optimizer_values
+
+    def work_signature(self, eqn: Eqn) -> Signature:
+        """Signature of an equation's loops; WHOLE loops have no role, so they are never split."""
+        rule = self.roles.axes.rules[eqn.index]
+        loops = self.roles.loops(eqn)
+        able = (NO_AXIS if k is LoopKind.WHOLE else role for k, (role, _) in zip(rule.kinds, loops, strict=True))
+        optimizer = any(v.index in self.groups.optimizer_values for v in eqn.outputs)
+        return tuple(able), tuple(size for _, size in loops), optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Axis rules bound to a problem: answers what the spec of any value or work is.
+
+    Attributes:
+        problem: The problem.
+        rules: The axis rules, in order.
+        inside: True if constraints are stated at the anchors inside the function; False for arguments only.
+    """
+
+    problem: Problem
+    rules: tuple[AxisRule, ...]
+    inside: bool = True
+    _bound: tuple[_Bound, ...] = field(init=False, repr=False)
+    _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_bound", tuple(b for b in map(self._bind, self.rules) if b.size > 1))
+
+    def _bind(self, rule: AxisRule) -> _Bound:
+        if rule.mesh_axis not in self.problem.mesh_axes:
+            raise RuleError(
+                f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has {dict(self.problem.mesh_axes)}. "
+                f"Use one of {list(self.problem.mesh_axes)}."
+            )
+        condition, _, other = rule.where.partition(" ")
+        if rule.where not in (EVERYWHERE, OPTIMIZER) and condition not in ("with", "without"):
+            raise RuleError(
+                f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' or 'without ROLE'."
+            )
+        return _Bound(
+            role=self._role(rule.role, rule),
+            mesh_axis=rule.mesh_axis,
+            size=self.problem.mesh_axes[rule.mesh_axis],
+            last=rule.occurrence == "last",
+            optimizer=rule.where == OPTIMIZER,
+            needs=self._role(other, rule) if condition == "with" else None,
+            forbids=self._role(other, rule) if condition == "without" else None,
+        )
+
+    def _role(self, name: str, rule: AxisRule) -> int:
+        role = self.problem.roles.by_name(name)
+        if role is None:
+            names = [r.name for r in self.problem.roles.roles]
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:8]
+            raise RuleError(f"rule '{rule}' names role {name!r}, which this function does not have. Nearest: {near}.")
+        return role.index
+
+    def fit_signature(self, signature: Signature) -> Fit:
+        """First-fit of a signature, remembered."""
+        if signature not in self._memo:
+            roles, sizes, optimizer = signature
+            self._memo[signature] = first_fit(roles, sizes, self._bound, optimizer)
+        return self._memo[signature]
+
+    def fit(self, value: Value) -> Fit:
+        """Spec and open dimensions of a value; a pin decides where there is one."""
+        pin = self.problem.pins.get(value.index)
+        return self.fit_signature(self.problem.value_signature(value)) if pin is None else Fit(pin, frozenset())
+
+    def work(self, eqn: Eqn) -> Fit:
+        """How the loops of an equation are split, and which loops are open."""
+        return self.fit_signature(self.problem.work_signature(eqn))
+
+    def input_specs(self) -> tuple[Spec, ...]:
+        """Specs of the argument leaves."""
+        return tuple(self.fit(v).spec for v in self.problem.program.body.inputs)
+
+    def output_specs(self) -> tuple[Spec, ...]:
+        """Specs of the output leaves."""
+        return tuple(self.fit(v).spec for v in self.problem.program.body.outputs)
+
+    def key(self) -> str:
+        """Digest of the effective layout: equal for rule lists that split every value and every work alike."""
+        specs: tuple[object, ...] = (self.input_specs(), self.output_specs())
+        if self.inside:
+            specs += tuple(self.fit_signature(s) for s in self.problem.signatures)
+        return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
+
+
+def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpec:
+    """The PartitionSpec of a canonical spec, without trailing Nones.
+
+    >>> to_partition_spec((("data",), (), ("fsdp", "model"), ()))
+    PartitionSpec('data', None, ('fsdp', 'model'))
+    """
+    unconstrained = frozenset(open_dims)
+    entries = [
+        PartitionSpec.UNCONSTRAINED if d in unconstrained and not axes else axes[0] if len(axes) == 1 else axes or None
+        for d, axes in enumerate(spec)
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def shard_count(spec: Spec, mesh_axes: Mapping[str, int]) -> int:
+    """Number of pieces a value of this spec is cut into."""
+    pieces = 1
+    for axes in spec:
+        for axis in axes:
+            pieces *= mesh_axes[axis]
+    return pieces

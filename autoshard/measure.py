@@ -1,0 +1,133 @@
+"""Stage 9, the clock: candidates interleaved round by round (A B C, A B C, ...), medians, hopeless ones dropped early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from autoshard.compile import Compiled
+from autoshard.inputs import Inputs
+from autoshard.trial import Measured
+
+WARM_UP = 2
+MIN_ROUNDS = 7
+MAX_ROUNDS = 15
+HOPELESS = 2.0
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Bootstrap 95 % interval of the ratio of two medians."""
+
+    low: float
+    ratio: float
+    high: float
+
+
+def ratio_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Interval:
+    """Bootstrap 95 % interval of median(a) / median(b), rounds resampled together.
+
+    Args:
+        a: Seconds of one candidate by round.
+        b: Seconds of another in the same rounds; only rounds both ran are used.
+
+    Reference:
+        Efron, Tibshirani (1993), An Introduction to the Bootstrap, chapter 13 (percentile interval).
+    """
+    n = min(len(a), len(b))
+    x, y = np.asarray(a[:n]), np.asarray(b[:n])
+    picks = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+    ratios = np.median(x[picks], axis=1) / np.median(y[picks], axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return Interval(float(low), float(np.median(x) / np.median(y)), float(high))
+
+
+class _Runner:
+    """One candidate with its inputs on the devices."""
+
+    def __init__(self, compiled: Compiled, inputs: Inputs, carry: Sequence[tuple[int, int]], keep: bool) -> None:
+        self._compiled, self._inputs, self._carry = compiled, inputs, carry
+        self._donated = [i for i, gone in enumerate(inputs.call.donated) if gone]
+        carried = {source for source, _ in carry}
+        self._feeds = all(i in carried for i in self._donated)
+        self._keep = keep
+        self._leaves: list[jax.Array] | None = None
+        self.seconds: list[float] = []
+
+    def step(self, timed: bool) -> None:
+        """Runs once; outputs feed the next step's inputs where the step is a fixed point."""
+        if self._leaves is None:
+            self._leaves = self._inputs.place(self._compiled.built.in_shardings)
+            jax.block_until_ready(self._leaves)
+        start = time.perf_counter()
+        outputs = self._compiled.executable(*self._leaves)
+        jax.block_until_ready(outputs)
+        if timed:
+            self.seconds.append(time.perf_counter() - start)
+        if self._donated and not self._feeds:
+            self._leaves = None
+        else:
+            for source, target in self._carry:
+                if source in self._donated:
+                    self._leaves[source] = outputs[target]
+
+    def rest(self) -> None:
+        """Gives the inputs back where not all candidates' inputs fit at the same time."""
+        if not self._keep:
+            self._leaves = None
+
+
+def measure(
+    candidates: Mapping[str, Compiled],
+    inputs: Inputs,
+    carry: Sequence[tuple[int, int]],
+    *,
+    keep_inputs: bool = True,
+    protected: Sequence[str] = (),
+    seconds: float | None = None,
+    on_round: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> dict[str, Measured]:
+    """Measures candidates against each other.
+
+    Args:
+        candidates: By name.
+        inputs: Where the inputs come from.
+        carry: Pairs (input leaf, output leaf) that feed the next step.
+        keep_inputs: False where the inputs of all candidates do not fit together: they are made afresh each round.
+        protected: Names that are never dropped as hopeless.
+        seconds: Stop after this long (at least `MIN_ROUNDS` rounds are run).
+        on_round: Called after each round with the medians so far.
+
+    Returns:
+        By name; a dropped candidate has fewer rounds.
+    """
+    runners = {name: _Runner(c, inputs, carry, keep_inputs) for name, c in candidates.items()}
+    for runner in runners.values():
+        for _ in range(WARM_UP):
+            runner.step(timed=False)
+        runner.rest()
+    active = list(runners)
+    started = time.perf_counter()
+    for round_number in range(1, MAX_ROUNDS + 1):
+        for name in active:
+            if not keep_inputs:
+                runners[name].step(timed=False)  # inputs made afresh are cold
+            runners[name].step(timed=True)
+            runners[name].rest()
+        medians = {name: float(np.median(r.seconds)) for name, r in runners.items()}
+        if on_round is not None:
+            on_round(round_number, medians)
+        best = min(active, key=lambda name: medians[name])
+        if round_number >= 2:
+            active = [n for n in active if n in protected or min(runners[n].seconds) <= HOPELESS * medians[best]]
+        if round_number >= MIN_ROUNDS:
+            others = [ratio_interval(runners[n].seconds, runners[best].seconds) for n in active if n != best]
+            late = seconds is not None and time.perf_counter() - started > seconds
+            if late or all(i.low > 1.0 for i in others):
+                break
+    return {n: Measured(float(np.median(r.seconds)), len(r.seconds), tuple(r.seconds)) for n, r in runners.items()}

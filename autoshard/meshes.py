@@ -1,0 +1,113 @@
+"""Meshes: from a string or a `jax.sharding.Mesh` of any axis types to the Auto version that the search works on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from autoshard.errors import MeshError
+from autoshard.layout import Spec, to_partition_spec
+
+_AXIS = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\d+)\s*$")
+
+
+@dataclass(frozen=True, eq=False)
+class MeshInfo:
+    """The user's mesh and its Auto version.
+
+    Attributes:
+        user: As given; plans take and return arrays of this mesh.
+        auto: The same devices with Auto axes; tracing and constraints use it.
+    """
+
+    user: Mesh
+    auto: Mesh
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Size of each mesh axis, in order."""
+        return {str(name): int(size) for name, size in self.user.shape.items()}
+
+    @property
+    def explicit_axes(self) -> tuple[str, ...]:
+        """Mesh axes of Explicit type."""
+        types = zip(self.user.axis_names, self.user.axis_types, strict=True)
+        return tuple(str(name) for name, kind in types if kind == AxisType.Explicit)
+
+    @property
+    def axis_types(self) -> tuple[str, ...]:
+        """`auto` or `explicit`, by axis."""
+        return tuple("explicit" if name in self.explicit_axes else "auto" for name in self.axes)
+
+    @property
+    def platform(self) -> str:
+        """Platform of the devices (`cpu`, `gpu`, `tpu`)."""
+        return str(self.user.devices.flat[0].platform)
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of the devices as jax names it."""
+        return str(self.user.devices.flat[0].device_kind)
+
+    def sharding(self, spec: Spec) -> NamedSharding:
+        """A NamedSharding on the user's mesh."""
+        return NamedSharding(self.user, to_partition_spec(spec))
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Axis sizes of a mesh string.
+
+    >>> parse_axes("data=4,model=2")
+    {'data': 4, 'model': 2}
+
+    Raises:
+        MeshError: If the text is not `name=size,name=size`.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = _AXIS.match(part)
+        if match is None or int(match[2]) < 1 or match[1] in axes:
+            raise MeshError(
+                f"mesh={text!r}: cannot read {part!r}. Write distinct names with sizes >= 1, such as 'data=4,model=2'."
+            )
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
+    """The mesh to work on.
+
+    Args:
+        mesh: A Mesh with Auto or Explicit axes, or a string over the local devices.
+
+    Raises:
+        MeshError: If a string needs another number of devices than there are, or the mesh has Manual axes.
+    """
+    if isinstance(mesh, str):
+        axes = parse_axes(mesh)
+        devices = jax.devices()
+        need = math.prod(axes.values())
+        if need != len(devices):
+            fix = f"--cpu-devices {need}" if devices[0].platform == "cpu" else "a mesh of that many devices"
+            raise MeshError(
+                f"mesh={mesh!r} needs {need} devices, but this process has {len(devices)} {devices[0].platform} "
+                f"devices. Use sizes whose product is {len(devices)}, or {fix} "
+                f'(in Python: jax.config.update("jax_num_cpu_devices", {need}) before anything else; '
+                f"or pass a jax.sharding.Mesh over a part of the devices)."
+            )
+        grid = np.array(devices).reshape(tuple(axes.values()))
+        mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh or a string such as 'data=4,model=2'.")
+    if not mesh.devices.size:
+        raise MeshError("the mesh has no devices.")
+    if any(kind == AxisType.Manual for kind in mesh.axis_types):
+        raise MeshError("the mesh has Manual axes: those belong inside shard_map. Pass the mesh outside of it.")
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return MeshInfo(mesh, auto)

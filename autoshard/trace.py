@@ -1,0 +1,426 @@
+"""Stage 1: `fn` to a `Program`, and back: constraints written into the jaxpr as data.
+
+With `compat`, the only module that knows jaxprs. Tracing is abstract (no array is needed) and happens once; every
+candidate is lowered from the same jaxpr, so values that change from trace to trace (checkify codes) cannot look like
+wrong numbers. Before anything else the jaxpr is made *distinct*: plain `jit` calls are inlined and every body gets
+variables of its own, because jax hands the same Jaxpr object to two calls of one helper. `custom_jvp` and `custom_vjp`
+are never inlined: the plan would silently lose its gradient rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from autoshard import compat
+from autoshard.errors import TraceError
+from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
+from autoshard.signature import Call, StaticLeaf, leaf_paths
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+ONE_TO_ONE = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced call.
+
+    Attributes:
+        call: The call it was traced for.
+        program: What the other stages see.
+        out_tree: Structure of the outputs, array leaves only.
+        static_outputs: Output leaves that are no arrays, by leaf number.
+    """
+
+    call: Call
+    program: Program
+    out_tree: Any
+    static_outputs: tuple[tuple[int, Any], ...]
+    num_outputs: int
+
+    def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
+        """The outputs as `fn` returns them."""
+        flat: list[Any] = [None] * self.num_outputs
+        static = dict(self.static_outputs)
+        arrays = iter(leaves)
+        for i in range(self.num_outputs):
+            flat[i] = static[i] if i in static else next(arrays)
+        return jax.tree.unflatten(self.out_tree, flat)
+
+
+def trace(
+    fn: Callable[..., Any], call: Call, mesh: jax.sharding.Mesh | None = None, *, keep_user_constraints: bool = True
+) -> Traced:
+    """Traces `fn` for the shapes of `call`, under `mesh` (with Auto axes) so that bare PartitionSpecs in `fn` work.
+
+    Raises:
+        TraceError: If jax cannot trace it; the message is jax's own, which plain `jax.jit(fn)` gives as well.
+    """
+    static_outputs: list[tuple[int, Any]] = []
+    out_trees: list[Any] = []
+    out_paths: list[tuple[str, tuple[Any, ...]]] = []
+
+    def flat_fn(*leaves: Any) -> list[Any]:
+        args, kwargs = call.rebuild(leaves)
+        with_paths, out_tree = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
+        out_trees.append(out_tree)
+        arrays = []
+        for number, (path, leaf) in enumerate(with_paths):
+            if isinstance(leaf, jax.Array) or _is_array(leaf):
+                arrays.append(leaf)
+                out_paths.append(("out", tuple(path)))
+            else:
+                static_outputs.append((number, leaf))
+        return arrays
+
+    scope = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    try:
+        with scope:
+            closed = jax.make_jaxpr(flat_fn)(*call.avals)
+    except Exception as error:
+        raise TraceError(
+            f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: jax.jit({name}) "
+            f"fails as well): {type(error).__name__}: {str(error).strip()}"
+        ) from error
+    jaxpr = core.ClosedJaxpr(_distinct(closed, keep_user_constraints), compat.consts_of(closed))
+    program = _Builder(name, call, leaf_paths(out_paths)).build(jaxpr)
+    return Traced(call, program, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves)
+
+
+def _is_array(leaf: object) -> bool:
+    try:
+        compat.abstractify(leaf)
+    except TypeError:
+        return False
+    return not isinstance(leaf, StaticLeaf)
+
+
+def _plain_jit(eqn: Any) -> bool:
+    """True for a call without shardings of the user's own: only then does inlining change nothing."""
+    if eqn.primitive.name not in INLINED:
+        return False
+    jaxpr = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return not compat.consts_of(jaxpr) and all(s is None or compat.is_unspecified(s) for s in shardings)
+
+
+def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
+    """The open jaxpr with plain jit calls inlined and every variable of every body its own."""
+
+    def copy(jaxpr: Any) -> Any:
+        jaxpr = compat.open_jaxpr(jaxpr)
+        env: dict[Any, Any] = {}
+
+        def rename(var: Any) -> Any:
+            env[var] = new = compat.new_var(var.aval)
+            return new
+
+        invars = [rename(v) for v in jaxpr.invars]
+        constvars = [rename(v) for v in jaxpr.constvars]
+        eqns: list[Any] = []
+        run(jaxpr, env, eqns, None)
+        outvars = [v if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        return jaxpr.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
+
+    def run(jaxpr: Any, env: dict[Any, Any], eqns: list[Any], call: Any) -> None:
+        def read(atom: Any) -> Any:
+            return atom if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            placed = eqn if call is None else compat.nest_name_stack(eqn, call)
+            if eqn.primitive.name == "sharding_constraint" and not keep_user_constraints:
+                env[eqn.outvars[0]] = read(eqn.invars[0])
+                continue
+            if _plain_jit(eqn):
+                inner = compat.open_jaxpr(eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr"))
+                inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
+                run(inner, inner_env, eqns, placed)
+                for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
+                    env[outer_var] = inner_var if compat.is_literal(inner_var) else inner_env[inner_var]
+                continue
+            params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, copy(j)))
+            outvars = []
+            for var in eqn.outvars:
+                if compat.is_drop(var):
+                    outvars.append(var)
+                else:
+                    env[var] = compat.new_var(var.aval)
+                    outvars.append(env[var])
+            eqns.append(placed.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, params=params))
+
+    return copy(closed)
+
+
+class _Builder:
+    """Builds a `Program` from a distinct jaxpr."""
+
+    def __init__(self, name: str, call: Call, output_paths: tuple[str, ...]) -> None:
+        self._name, self._call, self._output_paths = name, call, output_paths
+        self._values: list[Value] = []
+        self._eqns: list[Eqn] = []
+        self._by_var: dict[Any, Value] = {}
+
+    def build(self, closed: Any) -> Program:
+        body = self._body("jaxpr", compat.open_jaxpr(closed), 1)
+        return Program(
+            name=self._name,
+            body=body,
+            values=tuple(self._values),
+            eqns=tuple(self._eqns),
+            input_paths=self._call.paths,
+            output_paths=self._output_paths,
+            input_argnums=self._call.owners,
+            fingerprint=_fingerprint(compat.open_jaxpr(closed)),
+            origin=closed,
+        )
+
+    def _value(self, atom: Any, new: bool = False) -> Value:
+        literal = compat.is_literal(atom)
+        if not (literal or new) and atom in self._by_var:
+            return self._by_var[atom]
+        aval = atom.aval
+        value = Value(
+            len(self._values),
+            tuple(getattr(aval, "shape", ())),
+            str(getattr(aval, "dtype", "token")),
+            compat.itemsize_of(aval),
+            literal,
+        )
+        self._values.append(value)
+        if not literal and not compat.is_drop(atom):
+            self._by_var[atom] = value
+        return value
+
+    def _body(self, name: str, jaxpr: Any, trips: int | None) -> Body:
+        inputs = tuple(self._value(v) for v in jaxpr.invars)
+        consts = tuple(self._value(v) for v in jaxpr.constvars)
+        eqns = tuple(self._eqn(e) for e in jaxpr.eqns)
+        return Body(name, inputs, consts, eqns, tuple(self._value(v) for v in jaxpr.outvars), trips)
+
+    def _eqn(self, eqn: Any) -> Eqn:
+        index = len(self._eqns)
+        self._eqns.append(None)  # type: ignore[arg-type]  # outer equations come first in `Program.eqns`
+        inputs = tuple(self._value(a) for a in eqn.invars)
+        bodies = tuple(self._bodies(eqn))
+        outputs = tuple(self._value(v, compat.is_drop(v)) for v in eqn.outvars)
+        ties, scanned, carries = _ties(eqn, inputs, outputs, bodies)
+        built = Eqn(index, eqn.primitive.name, eqn.params, inputs, outputs, bodies, ties, scanned, carries, eqn)
+        self._eqns[index] = built
+        return built
+
+    def _bodies(self, eqn: Any) -> Iterator[Body]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in ONE_TO_ONE:
+            key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
+            yield self._body(key, compat.open_jaxpr(params[key]), 1)
+        elif name == "scan":
+            yield self._body("jaxpr", compat.open_jaxpr(params["jaxpr"]), int(params["length"]))
+        elif name == "while":
+            yield self._body("cond_jaxpr", compat.open_jaxpr(params["cond_jaxpr"]), None)
+            yield self._body("body_jaxpr", compat.open_jaxpr(params["body_jaxpr"]), None)
+        elif name == "cond":
+            for i, branch in enumerate(params["branches"]):
+                yield self._body(f"branches[{i}]", compat.open_jaxpr(branch), 1)
+
+
+_Ties = tuple[tuple[Tie, ...], tuple[Value, ...], tuple[tuple[Value, Value], ...]]
+
+
+def _ties(eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodies: tuple[Body, ...]) -> _Ties:
+    """Ties, scanned operands and carries of an equation with bodies."""
+    if not bodies:
+        return (), (), ()
+    name = eqn.primitive.name
+
+    def pairs(flow: Flow, outer: Sequence[Value], inner: Sequence[Value], offset: int = 0) -> list[Tie]:
+        return [Tie(o, i, flow, offset) for o, i in zip(outer, inner, strict=True)]
+
+    if name == "scan":
+        consts, carry = compat.scan_counts(eqn.params)
+        (body,) = bodies
+        start = consts + carry
+        ties = pairs(Flow.IN, inputs[:start], body.inputs[:start])
+        ties += pairs(Flow.IN, inputs[start:], body.inputs[start:], 1)
+        ties += pairs(Flow.OUT, outputs[:carry], body.outputs[:carry])
+        ties += pairs(Flow.OUT, outputs[carry:], body.outputs[carry:], 1)
+        ties += pairs(Flow.BACK, outputs[:carry], body.inputs[consts:start])
+        carries = tuple(zip(body.inputs[consts:start], body.outputs[:carry], strict=True))
+        return tuple(ties), (*inputs[start:], *outputs[carry:]), carries
+    if name == "while":
+        cond, body = bodies
+        c, b = int(eqn.params["cond_nconsts"]), int(eqn.params["body_nconsts"])
+        ties = pairs(Flow.IN, (*inputs[:c], *inputs[c + b :]), cond.inputs) + pairs(Flow.IN, inputs[c:], body.inputs)
+        ties += pairs(Flow.OUT, outputs, body.outputs) + pairs(Flow.BACK, outputs, body.inputs[b:])
+        ties += pairs(Flow.BACK, outputs, cond.inputs[c:])
+        return tuple(ties), (), tuple(zip(body.inputs[b:], body.outputs, strict=True))
+    operands = inputs[1:] if name == "cond" else inputs
+    ties = []
+    for body in bodies:
+        ties += pairs(Flow.IN, operands, body.inputs) + pairs(Flow.OUT, outputs, body.outputs)
+    return tuple(ties), (), ()
+
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+def _plain(value: object) -> str:
+    """A parameter as text that is the same in every process; what has no such text is named by its type."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return "(" + ",".join(map(_plain, value)) + ")"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_plain(v)}" for k, v in sorted(value.items(), key=lambda i: str(i[0]))) + "}"
+    if hasattr(value, "name") and hasattr(type(value), "__members__"):
+        return str(value.name)
+    if type(value).__module__.startswith("numpy") and getattr(value, "ndim", 1) == 0:
+        return str(value)
+    return str(value) if type(value).__name__.endswith(("DType", "dtype")) else type(value).__name__
+
+
+def _fingerprint(jaxpr: Any) -> str:
+    """Digest of shapes, dtypes, primitives, plain parameters and data flow; variable names do not enter."""
+    digest = hashlib.blake2b(digest_size=12)
+    numbers: dict[Any, int] = {}
+
+    def atom(var: Any) -> str:
+        if compat.is_literal(var):
+            return f"{var.val!r}:{var.aval.str_short()}"
+        return f"{numbers.setdefault(var, len(numbers))}:{var.aval.str_short()}"
+
+    def feed(jaxpr: Any) -> None:
+        jaxpr = compat.open_jaxpr(jaxpr)
+        digest.update(" ".join(map(atom, (*jaxpr.invars, *jaxpr.constvars))).encode())
+        for eqn in jaxpr.eqns:
+            digest.update(f"\n{eqn.primitive.name} {' '.join(map(atom, eqn.invars))}>".encode())
+            digest.update(" ".join(atom(v) for v in eqn.outvars if not compat.is_drop(v)).encode())
+            for key, value in sorted(eqn.params.items()):
+                if compat.is_jaxpr(value):
+                    feed(value)
+                elif type(value) is tuple and value and all(map(compat.is_jaxpr, value)):
+                    for item in value:
+                        feed(item)
+                else:
+                    digest.update(f"{key}={_plain(value)}".encode())
+        digest.update(f"\nout {' '.join(map(atom, jaxpr.outvars))}".encode())
+
+    feed(jaxpr)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class EqnConstraints:
+    """What to state around one equation, by position of the operand or result.
+
+    Attributes:
+        operands: The spec an operand is brought to before the work.
+        results: The spec of the raw result (the work), then that of the stored result where the two differ.
+    """
+
+    operands: Mapping[int, PartitionSpec] = field(default_factory=dict)
+    results: Mapping[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """All constraints of a layout, as data.
+
+    Attributes:
+        eqns: By `Eqn.index`.
+        outputs: Outputs of bodies: (`Eqn.index` of the equation, body number) to spec by output position.
+    """
+
+    eqns: Mapping[int, EqnConstraints]
+    outputs: Mapping[tuple[int, int], Mapping[int, PartitionSpec]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        inner = sum(len(c.operands) + sum(map(len, c.results.values())) for c in self.eqns.values())
+        return inner + sum(map(len, self.outputs.values()))
+
+
+def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sharding.Mesh) -> Any:
+    """The program's closed jaxpr with the constraints written into it, its types checked.
+
+    The constrained value keeps the old variable and the raw result gets a fresh one, so nothing downstream changes.
+
+    Args:
+        program: From `trace`.
+        constraints: What to state where.
+        mesh: The mesh (Auto axes) that the specs name.
+
+    Returns:
+        A closed jaxpr; `as_function` makes a callable of it.
+    """
+    make = compat.ConstraintMaker(mesh)
+
+    def rewrite(jaxpr: Any, body: Body, owner: tuple[int, int] | None) -> Any:
+        eqns: list[Any] = []
+        last = None
+        for built in body.eqns:
+            eqn = last = built.origin
+            bodies = {b.name: (b, (built.index, i)) for i, b in enumerate(built.bodies)}
+
+            def inner(name: str, old: Any, bodies: dict[str, Any] = bodies) -> Any:
+                if name not in bodies:
+                    return old
+                return compat.replace_jaxpr(old, rewrite(compat.open_jaxpr(old), *bodies[name]))
+
+            params = compat.map_jaxprs(eqn.params, inner) if bodies else eqn.params
+            wanted = constraints.eqns.get(built.index)
+            if wanted is None:
+                eqns.append(eqn.replace(params=params) if bodies else eqn)
+                continue
+            invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
+            for position, spec in sorted(wanted.operands.items()):
+                source = invars[position]
+                invars[position] = compat.new_var(source.aval)
+                eqns.append(make(source, invars[position], spec, eqn))
+            for position, specs in sorted(wanted.results.items()):
+                stored = outvars[position]
+                outvars[position] = raw = compat.new_var(stored.aval)
+                for step, spec in enumerate(specs):
+                    target = stored if step == len(specs) - 1 else compat.new_var(stored.aval)
+                    after.append(make(raw, target, spec, eqn))
+                    raw = target
+            eqns.append(eqn.replace(params=params, invars=invars, outvars=outvars))
+            eqns.extend(after)
+        outvars = list(jaxpr.outvars)
+        if owner is not None and last is not None:
+            for position, spec in sorted(constraints.outputs.get(owner, {}).items()):
+                source = outvars[position]
+                outvars[position] = compat.new_var(source.aval)
+                eqns.append(make(source, outvars[position], spec, last))
+        return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+    closed = program.origin
+    return core.ClosedJaxpr(rewrite(compat.open_jaxpr(closed), program.body, None), closed.consts)
+
+
+def check(closed: Any) -> None:
+    """Type-checks a jaxpr with jax's own checker (used by tests after every transformation)."""
+    core.check_jaxpr(compat.open_jaxpr(closed))
+
+
+def source_line(eqn: Eqn) -> str:
+    """`file.py:line` of the user's code an equation came from, "" where jax kept none."""
+    name, line = compat.source_of(eqn.origin)
+    return f"{name.rsplit('/', 1)[-1]}:{line}" if name else ""
+
+
+def as_function(closed: Any, name: str) -> Callable[..., list[Any]]:
+    """A function of flat leaves that evaluates the jaxpr; it carries `name` so that profiles show it."""
+    flat = core.jaxpr_as_fun(closed)
+
+    def call(*leaves: Any) -> list[Any]:
+        return list(flat(*leaves))
+
+    call.__name__ = call.__qualname__ = name
+    return call

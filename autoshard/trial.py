@@ -1,0 +1,136 @@
+"""A candidate and everything known about it. A failure is a value with a reason, never an exception."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from autoshard.evidence import Collective
+
+Status = Literal["winner", "measured", "compiled", "partitioned", "predicted", "rejected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """From the model: seconds, peak bytes per device, bytes one device sends."""
+
+    time_s: float
+    peak_bytes: int
+    collective_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedEvidence:
+    """From Shardy's passes on the lowered module."""
+
+    collectives: tuple[Collective, ...]
+    collective_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledEvidence:
+    """From the compiled program, per device.
+
+    Attributes:
+        collectives: By kind and mesh axes, loop trip counts included.
+        collective_bytes: Bytes one device sends.
+        argument_bytes: Arguments (unused ones are not in the program).
+        output_bytes: Outputs.
+        alias_bytes: Outputs that live in donated arguments.
+        temp_bytes: Temporaries.
+        peak_bytes: arguments + outputs - aliases + temporaries on CPU, the compiler's own peak elsewhere.
+        full_remat_warnings: "Involuntary full rematerialization" warnings of the partitioner.
+        flops: The compiler's count for one device, loop bodies once; 0 where it gives none.
+        time_s: Alpha-beta seconds of the compiled collectives and predicted compute.
+        compile_s: Seconds it took to compile.
+    """
+
+    collectives: tuple[Collective, ...]
+    collective_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    full_remat_warnings: int
+    flops: float
+    time_s: float
+    compile_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Outcome of comparing outputs: the largest error over all leaves, relative to each leaf's own tolerance.
+
+    Attributes:
+        max_abs_err: Largest absolute difference of any leaf.
+        tolerance: Tolerance of the leaf that came closest to (or went furthest over) its own.
+        against: `unsharded`, or the name of the second layout.
+        leaf: Path of that leaf.
+    """
+
+    max_abs_err: float
+    tolerance: float
+    against: str
+    leaf: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Wall time of one call: median over interleaved rounds, and every round."""
+
+    median_s: float
+    rounds: int
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate.
+
+    Attributes:
+        name: Readable name (`fsdp`, `search-17`).
+        origin: Where it came from (`preset:fsdp`, `search`).
+        rules: Axis rules as text, in order.
+        constraints: `anchors` (stated inside the function) or `arguments`.
+        key: Digest of the effective layout.
+        status: How far it came.
+        reason: Why it was rejected or not taken further.
+        predicted: The model's word.
+        partitioned: Shardy's word.
+        compiled: The compiled program's word.
+        verified: Comparison of outputs.
+        measured: The clock's word.
+    """
+
+    name: str
+    origin: str
+    rules: tuple[str, ...]
+    constraints: Literal["anchors", "arguments"]
+    key: str
+    status: Status = "predicted"
+    reason: str = ""
+    predicted: Predicted | None = None
+    partitioned: PartitionedEvidence | None = None
+    compiled: CompiledEvidence | None = None
+    verified: Verified | None = None
+    measured: Measured | None = None
+
+    def reject(self, reason: str) -> Trial:
+        """This trial, rejected."""
+        return replace(self, status="rejected", reason=reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain builtins, for JSON."""
+        result: dict[str, Any] = msgspec.to_builtins(self)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A preset that makes no sense for a function, and why."""
+
+    name: str
+    reason: str

@@ -1,0 +1,162 @@
+"""Stage 9: is it right? Outputs of a layout against those of the unsharded compiled function, from one and the same trace.
+
+What counts as equal follows from the function itself, not from a fixed tolerance. Sharding changes the order of sums, so
+each float leaf may differ by `FACTOR * eps * sqrt(longest sum)` of its own scale, eps that of the lowest precision on any
+path of the program; and by `FACTOR` times what the *unsharded* function itself changes when every float input is moved
+by one unit in the last place (an optimizer that divides by the root of a tiny second moment amplifies rounding, and says
+so here). Integers and booleans must be equal, except where that same nudge changes them (an argmax between near ties).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from autoshard.dim_rules import LoopKind
+from autoshard.dims import LogicalAxes
+from autoshard.inputs import Inputs
+from autoshard.trace import Traced, as_function
+from autoshard.trial import Verified
+
+FACTOR = 16.0
+NUDGES = 3
+LOW_PRECISION = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e4m3fnuz"})
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Outputs of the unsharded function and how far each leaf may be from them.
+
+    Attributes:
+        outputs: By output leaf, as NumPy.
+        sensitivity: By output leaf, how much each element changed under the nudges (floats: the leaf's maximum).
+        tolerance: By output leaf, absolute.
+        against: What the outputs are of.
+        paths: Leaf paths of the outputs.
+    """
+
+    outputs: tuple[np.ndarray, ...]
+    unstable: tuple[np.ndarray | None, ...]
+    tolerance: tuple[float, ...]
+    against: str
+    paths: tuple[str, ...]
+
+    def compare(self, outputs: Sequence[Any]) -> tuple[Verified, bool]:
+        """(evidence, whether all leaves agree)."""
+        worst = Verified(0.0, self.tolerance[0] if self.tolerance else 0.0, self.against, "")
+        ratio, agrees = -1.0, True
+        largest = 0.0
+        for path, want, got, tolerance, unstable in zip(
+            self.paths, self.outputs, outputs, self.tolerance, self.unstable, strict=True
+        ):
+            error = _error(want, to_numpy(got), unstable)
+            largest = max(largest, error)
+            here = error / tolerance if tolerance > 0 else (math.inf if error > 0 else 0.0)
+            agrees &= error <= tolerance
+            if here > ratio:
+                ratio, worst = here, Verified(error, tolerance, self.against, path)
+        return worst, agrees
+
+
+def to_numpy(leaf: Any) -> np.ndarray:
+    """A leaf on the host; keys as their data, low-precision floats as float32."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    host = np.asarray(leaf)
+    if host.dtype == jax.dtypes.float0:
+        return np.zeros(host.shape, np.int8)
+    if jnp.issubdtype(host.dtype, jnp.inexact) and host.dtype.itemsize < 4:
+        return host.astype(np.float32)
+    return host
+
+
+def _error(want: np.ndarray, got: np.ndarray, unstable: np.ndarray | None) -> float:
+    """Largest difference; inf where shapes or NaNs disagree. Where `unstable` is True an integer may differ."""
+    if want.shape != got.shape:
+        return math.inf
+    if not want.size:
+        return 0.0
+    if not np.issubdtype(want.dtype, np.inexact):
+        differs = want != got
+        if unstable is not None:
+            differs = differs & ~unstable
+        if not differs.any():
+            return 0.0
+        wide = np.abs(want.astype(np.float64) - got.astype(np.float64))
+        return float(np.where(differs, np.maximum(wide, 1.0), 0.0).max())
+    both = np.isfinite(want) & np.isfinite(got)
+    same = (want == got) | (np.isnan(want) & np.isnan(got))
+    if not (both | same).all():
+        return math.inf
+    wide = np.complex128 if np.iscomplexobj(want) else np.float64
+    with np.errstate(invalid="ignore"):
+        return float(np.where(both, np.abs(want.astype(wide) - got.astype(wide)), 0.0).max())
+
+
+def epsilon_of(axes: LogicalAxes) -> float:
+    """Machine epsilon of the lowest float precision that any value of the program has."""
+    names = {v.dtype for v in axes.program.values if v.shape or v.dtype not in ("float32", "float64")}
+    floats = [n for n in names if n.startswith(("float", "bfloat", "complex")) and n != "float0"]
+    return max((float(jnp.finfo(n).eps) for n in floats), default=0.0)
+
+
+def longest_sum(axes: LogicalAxes) -> int:
+    """Number of terms of the longest reduction in the program."""
+    longest = 1
+    for eqn in axes.program.eqns:
+        loops = axes.loops(eqn)
+        kinds = axes.rules[eqn.index].kinds
+        terms = math.prod(size for (_, size), kind in zip(loops, kinds, strict=True) if kind is LoopKind.REDUCED)
+        longest = max(longest, terms)
+    return longest
+
+
+def unsharded_reference(traced: Traced, axes: LogicalAxes, inputs: Inputs, device: jax.Device) -> Reference:
+    """Runs the unsharded function on one device, and again with every float input nudged by one unit in the last place."""
+    alone = [SingleDeviceSharding(device)] * len(inputs.call.avals)
+    run = jax.jit(as_function(traced.program.origin, traced.program.name))
+    outputs = [to_numpy(leaf) for leaf in run(*inputs.place(alone))]
+    nudged = [_nudged(run, inputs, alone, seed) for seed in range(NUDGES)]
+    eps, terms = epsilon_of(axes), longest_sum(axes)
+    tolerances: list[float] = []
+    unstable: list[np.ndarray | None] = []
+    for i, want in enumerate(outputs):
+        if not np.issubdtype(want.dtype, np.inexact):
+            moved = np.zeros(want.shape, bool)
+            for other in nudged:
+                moved |= other[i] != want
+            unstable.append(moved if moved.any() else None)
+            tolerances.append(0.0)
+            continue
+        finite = np.abs(want[np.isfinite(want)])
+        scale = float(finite.max(initial=0.0))
+        drift = [_error(want, other[i], None) for other in nudged]
+        drift = [d for d in drift if math.isfinite(d)]
+        unstable.append(None)
+        tolerances.append(FACTOR * (eps * math.sqrt(terms) * scale + max(drift, default=0.0)) + float(np.finfo(np.float32).tiny))
+    return Reference(tuple(outputs), tuple(unstable), tuple(tolerances), "unsharded", traced.program.output_paths)
+
+
+def _nudged(
+    run: Callable[..., Sequence[Any]], inputs: Inputs, shardings: Sequence[Any], seed: int
+) -> list[np.ndarray]:
+    """Outputs with each element of every float input moved by -1, 0 or +1 units in the last place."""
+    rng = np.random.default_rng(seed)
+    leaves = []
+    for leaf in inputs.place(shardings):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            step = rng.integers(-1, 2, leaf.shape)
+            host = np.asarray(leaf)
+            eps = float(jnp.finfo(leaf.dtype).eps)
+            moved = (host.astype(np.float64) * (1.0 + eps * step)).astype(host.dtype)
+            leaves.append(jax.device_put(jnp.asarray(moved), leaf.sharding))
+        else:
+            leaves.append(leaf)
+    return [to_numpy(out) for out in run(*leaves)]

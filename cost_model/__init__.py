@@ -1,0 +1,1 @@
+"""Hardware, collectives, arithmetic, memory, and the prediction of a layout from them."""

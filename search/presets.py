@@ -1,0 +1,189 @@
+"""Presets: the layouts experts use, as short rule lists over the *discovered* logical axes.
+
+Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has; the residual axis is
+the parameter axis that most parameter bytes have (FSDP's usual choice); the inner axes (heads, mlp, vocabulary) are the
+other parameter axes, picked greedily until every large parameter is covered (Megatron's pairing: column split, then row
+split, because both weights share the inner axis).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from autoshard.dim_rules import LoopKind
+from autoshard.dims import NO_AXIS
+from autoshard.groups import Group
+from autoshard.layout import OPTIMIZER, AxisRule, Problem
+from autoshard.program import Value
+from autoshard.trial import Skipped
+
+ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")
+LARGE = 0.01
+"""Tensor parallelism splits weights that hold at least this share of all parameter bytes (norm scales are not among them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named rule list."""
+
+    name: str
+    rules: tuple[AxisRule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Roles by what experts would call them; names of roles.
+
+    Attributes:
+        batch: Brought by the data, in no parameter.
+        residual: The parameter axes that together cover all parameters, widest first; the first is the residual axis.
+        inner: Parameter axes other than the residual one, one per weight, in order of the bytes they cover.
+        sequence: The next axis after the batch that most activations have and no parameter has.
+    """
+
+    batch: str | None
+    residual: tuple[str, ...]
+    inner: tuple[str, ...]
+    sequence: str | None
+
+
+class _Facts:
+    """Counts that the choice of roles rests on."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        program, groups = problem.program, problem.groups
+        self.parameters = [v for v, g in zip(program.body.inputs, groups.of_input, strict=True) if g is Group.PARAMETER]
+        self.data = [v for v, g in zip(program.body.inputs, groups.of_input, strict=True) if g is Group.DATA]
+        self.activation_bytes: dict[int, float] = defaultdict(float)
+        self.batched: dict[int, int] = defaultdict(int)
+        for eqn, trips in program.walk():
+            for value in eqn.outputs:
+                for role in set(self.roles(value)):
+                    self.activation_bytes[role] += trips * value.bytes
+            if eqn.primitive == "dot_general":
+                rule = problem.roles.axes.rules[eqn.index]
+                for i, (role, _) in enumerate(problem.roles.loops(eqn)):
+                    in_both = i in rule.operands[0] and i in rule.operands[1]
+                    if rule.kinds[i] is LoopKind.PASS and in_both:
+                        self.batched[role] += 1
+
+    def roles(self, value: Value) -> tuple[int, ...]:
+        """Roles of a value that rules may use: not scanned ones."""
+        return tuple(
+            r for r in self.problem.roles.of_value[value.index]
+            if r != NO_AXIS and not self.problem.roles.roles[r].scanned
+        )  # fmt: skip
+
+    def fits(self, role: int, sizes: Iterable[int]) -> bool:
+        """True if some size of the role is divided by some of the mesh axes."""
+        return any(size % axis == 0 for size in self.problem.roles.roles[role].sizes for axis in sizes)
+
+
+def find_parts(problem: Problem) -> Parts:
+    """Finds what experts would call batch, residual, inner and sequence axes."""
+    facts = _Facts(problem)
+    names = [role.name for role in problem.roles.roles]
+    sizes = [size for size in problem.mesh_axes.values() if size > 1]
+    in_parameters = {r for v in facts.parameters for r in facts.roles(v)}
+
+    def leftmost(role: int) -> int:
+        return min((facts.roles(v).index(role) for v in facts.data if role in facts.roles(v)), default=9)
+
+    brought = {r for v in facts.data for r in facts.roles(v)} - in_parameters
+    ranked = sorted(
+        (r for r in brought if facts.fits(r, sizes)),
+        key=lambda r: (leftmost(r), -facts.activation_bytes[r], r),
+    )
+    batch = ranked[0] if ranked else None
+    others = {r for r in facts.activation_bytes if r not in in_parameters and r != batch and facts.fits(r, sizes)}
+    sequence = max(
+        (r for r in others if r in brought or len(problem.roles.roles[r].axes) == 1),
+        key=lambda r: (facts.activation_bytes[r], -r),
+        default=None,
+    )
+    cover = _cover(facts, [r for r in in_parameters if facts.fits(r, sizes)], facts.parameters, prefer_batched=False)
+    rest = [r for r in in_parameters if facts.fits(r, sizes) and r not in cover[:1]]
+    total = sum(v.bytes for v in facts.parameters)
+    large = [v for v in facts.parameters if v.bytes >= LARGE * total]
+    inner = _cover(facts, rest, large, prefer_batched=True)
+    return Parts(
+        batch=None if batch is None else names[batch],
+        residual=tuple(names[r] for r in cover),
+        inner=tuple(names[r] for r in inner),
+        sequence=None if sequence is None else names[sequence],
+    )
+
+
+def _cover(facts: _Facts, roles: list[int], values: list[Value], *, prefer_batched: bool) -> list[int]:
+    """Roles picked greedily until every value that can be covered is, by bytes still uncovered.
+
+    Roles that are batch loops of contractions (heads) come before equal ones (head size) if asked: splitting them needs
+    no collective inside attention.
+    """
+    left = [v for v in values if v.shape]
+    chosen: list[int] = []
+    while True:
+        gain: dict[int, int] = defaultdict(int)
+        for value in left:
+            for role in set(facts.roles(value)) & set(roles):
+                gain[role] += value.bytes
+        if not gain:
+            return chosen
+        best = max(gain, key=lambda r: (gain[r], facts.batched[r] if prefer_batched else 0, -r))
+        chosen.append(best)
+        left = [v for v in left if best not in facts.roles(v)]
+
+
+def presets(problem: Problem) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
+    """The presets that make sense for a problem, and those that do not, with the reason."""
+    parts = find_parts(problem)
+    axes = [name for name, size in problem.mesh_axes.items() if size > 1]
+    model = axes[-1:] if axes else []
+    data = axes[:-1] or axes
+    made: list[Preset] = [Preset("replicated", ())]
+    skipped: list[Skipped] = []
+
+    def rules(roles: Iterable[str], over: Iterable[str], where: str = "everywhere") -> tuple[AxisRule, ...]:
+        over = tuple(over)
+        return tuple(AxisRule(role, axis, where=where) for role in roles for axis in over)
+
+    def batch(over: Iterable[str]) -> tuple[AxisRule, ...]:
+        return rules([] if parts.batch is None else [parts.batch], over)
+
+    has_optimizer = Group.OPTIMIZER in problem.groups.of_input
+    no_mesh = "no mesh axis has more than one device" if not axes else ""
+    no_batch = "" if parts.batch else "no axis comes with the data alone (no batch) that a mesh axis divides"
+    no_parameters = "" if parts.residual else "no parameter has a dimension that a mesh axis divides"
+    no_inner = "" if parts.inner else "no parameter has a second dimension that a mesh axis divides"
+    no_optimizer = "" if has_optimizer else "no argument is optimizer state"
+    no_sequence = "" if parts.sequence else "activations have no further axis that no parameter has"
+    no_second = "" if len(axes) > 1 else "it needs two mesh axes"
+    recipes: Mapping[str, tuple[str, Callable[[], tuple[AxisRule, ...]]]] = {
+        "dp": (no_mesh or no_batch, lambda: batch(axes)),
+        "zero1": (
+            no_mesh or no_batch or no_optimizer or no_parameters,
+            lambda: batch(axes) + rules(parts.residual, axes, OPTIMIZER),
+        ),
+        "fsdp": (no_mesh or no_parameters, lambda: batch(axes) + rules(parts.residual, axes)),
+        "tp": (
+            no_mesh or no_inner,
+            lambda: (batch(data) if len(axes) > 1 else ()) + rules(parts.inner, model),
+        ),
+        "fsdp+tp": (
+            no_mesh or no_second or no_inner or no_parameters,
+            lambda: batch(data) + rules(parts.inner, model) + rules(parts.residual, data),
+        ),
+        "tp+sequence": (
+            no_mesh or no_inner or no_sequence,
+            lambda: (batch(data) if len(axes) > 1 else ()) + rules((*parts.inner, str(parts.sequence)), model),
+        ),
+    }
+    for name, (why_not, recipe) in recipes.items():
+        if why_not:
+            skipped.append(Skipped(name, why_not))
+        else:
+            made.append(Preset(name, recipe()))
+    return tuple(made), tuple(skipped)
