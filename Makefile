@@ -1,0 +1,52 @@
+# Needs Python >= 3.11 and nothing else; everything is installed into $(VENV) from constraints.txt.
+#   make demo       search, train and compare on 8 fake CPU devices
+#   make test       linters, types, import floors, tests
+# A second interpreter: make suite VENV=.venv-next PYTHON=python3.13
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check suite bench fmt clean
+
+help:
+	@echo "make demo | test | test-all | check | suite | bench | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: autoshard needs 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/transformer.py
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# One file stays on one worker, so that what a module compiles once serves all its tests.
+suite: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test: check suite
+
+test-all: check
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not bench and not targets" $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m pytest -m bench -s $(ARGS)
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-next build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,21 @@
+"""Eight CPU devices for every test, set before anything touches a device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+with contextlib.suppress(RuntimeError):  # another conftest may have made the devices already
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="session")
+def mesh_4x2() -> Mesh:
+    """data=4, model=2 over 8 CPU devices; the axes are Auto."""
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
