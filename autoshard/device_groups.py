@@ -76,7 +76,7 @@ class MeshCoordinates:
         return tuple(axis for axis, part in zip(self.sizes, seen, strict=True) if part > 1)
 
     def moved_along(self, pairs: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-        """Mesh axes along which some source differs from its target, in mesh order; () if a device is not in the mesh."""
+        """Mesh axes along which some source differs from its target, in mesh order; () if a device is unknown."""
         moved: set[str] = set()
         for source, target in pairs:
             if source not in self._coordinates or target not in self._coordinates:

@@ -1,8 +1,8 @@
 """Collectives as evidence: what one device sends, whoever says so (Shardy's output or the compiled program).
 
-`partition` and `hlo` each return a tuple of `CollectiveOp`, one per collective instruction; `summarise` folds them into a
-few `Collective`s for people and tables. Bytes follow one rule everywhere, the ring of Thakur, Rabenseifner, Gropp (2005):
-see `ring_bytes`.
+`partition` and `hlo` each return a tuple of `CollectiveOp`, one per collective instruction; `summarise` folds them into
+a few `Collective`s for people and tables. Bytes follow one rule everywhere, the ring of Thakur, Rabenseifner, Gropp
+(2005): see `ring_bytes`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class CollectiveOp:
         trips: Executions per call.
         full_bytes: B, the bytes of the full value (`ring_bytes`), of one execution.
         sent_bytes: Bytes one device sends in one execution.
-        shape: The value on one device before or after the move, as the source prints it (`f32[16,16]`, `tensor<8x16xf32>`).
+        shape: The result as the source prints it: of one device in compiled programs and in shard_map (`f32[16,16]`),
+            else the global one (`tensor<8x16xf32>`).
         source: `file.py:line` of the user's code, or "".
         op_name: The name stack (`jit(step)/while/body/dot_general`), or "".
         trips_known: False if some enclosing loop's trip count could not be read and counts as 1.

@@ -2,11 +2,11 @@
 
 What counts, and how often:
 
-- the body of a loop counts as often as the loop runs (`known_trip_count` on CPU and GPU; on TPU start, step and bound of its
-  counter; else once, and `trips_known` is False);
+- the body of a loop counts as often as the loop runs (`known_trip_count` on CPU and GPU; on TPU start, step and bound
+  of its counter; else once, and `trips_known` is False);
 - of a conditional the branch that sends most bytes counts (the first one of equals);
-- a start/done pair counts once, at the start. The TPU compiler repeats an asynchronous collective in every fusion that it
-  runs beside: the one in the computation with `AsyncCollectiveStart` counts;
+- a start/done pair counts once, at the start. The TPU compiler repeats an asynchronous collective in every fusion that
+  it runs beside: the one in the computation with `AsyncCollectiveStart` counts;
 - an all-reduce of which a fusion keeps only this device's slice (how the TPU compiler writes it) is a reduce_scatter;
 - a send counts as a collective_permute, its recv does not; a group of one device sends nothing and is left out.
 """
@@ -45,7 +45,7 @@ _KINDS = {
     "send": "collective_permute",
 }
 _OPCODES = re.compile(
-    r" (?:(?:ragged-)?all-(?:gather|reduce|to-all)(?:-start)?|reduce-scatter(?:-start)?|collective-(?:permute|broadcast)(?:-start)?"
+    r" (?:(?:(?:ragged-)?all-(?:gather|reduce|to-all)|reduce-scatter|collective-(?:permute|broadcast))(?:-start)?"
     r"|send|while|call|fusion|conditional|custom-call|async-start)\("
 )
 _GROUPS = re.compile(r"\breplica_groups=")
@@ -71,10 +71,10 @@ def read_collectives(
 
 
 def read_full_remat_warnings(stderr_text: str) -> int:
-    """Counts the distinct "Involuntary full rematerialization" messages that the partitioner printed.
+    r"""Counts the distinct "Involuntary full rematerialization" messages that the partitioner printed.
 
     >>> line = "E0000 spmd.cc:1] [spmd] Involuntary full rematerialization. The compiler was not able to go from A to B"
-    >>> read_full_remat_warnings(f"I0 {line}\\nI1 {line}\\nother")
+    >>> read_full_remat_warnings(f"I0 {line}\nI1 {line}\nother")
     1
     """
     found = (line[line.index(_REMAT) :].strip() for line in stderr_text.splitlines() if _REMAT in line)

@@ -55,7 +55,7 @@ class _Place:
         return int(match[0]) if match else None
 
     def tuple_index(self) -> int | None:
-        """k if it is element k of the loop's state."""
+        """Its place in the loop's state, None if it is no element of it."""
         found = self.resolve()
         if found is None or found[1].opcode != "get-tuple-element":
             return None
@@ -94,7 +94,7 @@ def trip_count(program: HloProgram, computation: Computation, loop: Instruction)
 
 
 def _bound(root: _Place) -> tuple[int, int] | None:
-    """(k, n) of a condition `state[k] < n`."""
+    """The numbers (k, n) of a condition `state[k] < n`."""
     found = root.resolve()
     if found is None or found[1].opcode != "compare":
         return None
@@ -119,7 +119,7 @@ def _element(state: _Place, index: int) -> _Place | None:
 
 
 def _step(program: HloProgram, body: Computation, index: int) -> int | None:
-    """s of a body that sets state[index] to state[index] + s."""
+    """By how much a body increases state[index], None if not by a positive constant."""
     if body.root is None:
         return None
     counter = _element(_Place(program, body, body.root.name), index)

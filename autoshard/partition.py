@@ -1,9 +1,10 @@
-"""Runs Shardy's own partitioner on a lowered program and reads what it decided: collectives and shardings, without compiling.
+"""Runs Shardy's own partitioner on a lowered program, without compiling, and reads what it decided.
 
-The passes propagate the shardings of arguments and constraints through the StableHLO and insert explicit collectives with mesh
-axes by name. That takes milliseconds where a compile takes seconds, for any mesh size and on any backend. It is not an exact
-count of the compiled program's bytes (**partitioned**, not **compiled**): XLA fuses, merges and moves collectives afterwards.
-So that equal moves are not counted twice, a move of the same value to the same sharding counts once per loop body.
+The passes propagate the shardings of arguments and constraints through the StableHLO and insert explicit collectives
+with mesh axes by name. That takes milliseconds where a compile takes seconds, for any mesh size and on any backend. It
+is not an exact count of the compiled program's bytes (**partitioned**, not **compiled**): XLA fuses, merges and moves
+collectives afterwards, and its CPU compiler writes a reduce_scatter as an all_reduce of twice the bytes. So that equal
+moves are not counted twice, a move of the same value to the same sharding counts once per loop body.
 
 With `partition_mlir`, its readers, this is the only user of MLIR's Python bindings (`jax.extend.mlir`).
 """
@@ -69,7 +70,7 @@ class Partitioned:
         ops: One entry per collective and call site, in program order.
         collectives: The same, per kind and mesh axes.
         collective_bytes: Bytes one device sends per call, loop trip counts included.
-        arg_shardings: Per argument of the lowered program (unused ones are dropped by `jit`), the mesh axes of each dimension.
+        arg_shardings: Per argument of the lowered program (`jit` drops unused ones), the mesh axes of each dimension.
         result_shardings: The same per result.
     """
 
