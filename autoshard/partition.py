@@ -113,7 +113,9 @@ def partition(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int]) -> Part
             result_shardings=signature(main, "res_attrs", "results"),
         )
     except (ir.MLIRError, ValueError, KeyError, RuntimeError) as error:
-        return PartitionFailure(f"Shardy's passes: {type(error).__name__}: {error}")
+        diagnostics = getattr(error, "error_diagnostics", ())
+        text = "; ".join(diagnostic.message for diagnostic in diagnostics) or str(error)
+        return PartitionFailure(f"Shardy's passes: {type(error).__name__}: {text}")
 
 
 def _run(module: Any, pipeline: str) -> Any:

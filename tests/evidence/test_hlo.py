@@ -119,7 +119,8 @@ HloModule jit_windowed, num_partitions=8
   %acc = bf16[512,256]{1,0:T(8,128)(2,1)} get-tuple-element(%p), index=2
   %collective-permute-start = (bf16[128,256]{1,0:T(8,128)(2,1)S(1)}, bf16[128,256]{1,0:T(8,128)(2,1)S(1)}, \
 u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=4, \
-source_target_pairs={{0,6},{1,7},{2,0},{3,1},{4,2},{5,3},{6,4},{7,5}}, metadata={op_name="jit(f)/all-gather(x)/while(1)" source_file="/home/me/train \\"x\\".py" source_line=12}
+source_target_pairs={{0,6},{1,7},{2,0},{3,1},{4,2},{5,3},{6,4},{7,5}}, \
+metadata={op_name="jit(f)/all-gather(x)/while(1)" source_file="/home/me/train \\"x\\".py" source_line=12}
   %collective-permute-done = bf16[128,256]{1,0:T(8,128)(2,1)S(1)} collective-permute-done(%collective-permute-start)
   ROOT %t = (s32[]{:T(128)}, bf16[128,256]{1,0}, bf16[512,256]{1,0}) tuple(%next, %collective-permute-done, %acc)
 }

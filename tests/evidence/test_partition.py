@@ -134,6 +134,12 @@ def test_a_failure_is_a_value_and_prints_nothing(
     assert isinstance(failed, PartitionFailure)
     assert failed.reason.startswith("Shardy's passes: ")
     assert "no-such-pass" in failed.reason
+    # two import passes in the wrong order: the first one runs, the second one breaks an invariant that MLIR checks
+    broken = "sdy-import-func-calls,sdy-import-pipeline,sdy-user-priority-propagate"
+    monkeypatch.setattr("autoshard.partition._PIPELINE", f"builtin.module({broken})")
+    failed = partition(mlp_step(mesh, "fsdp"), dict(mesh.shape))
+    assert isinstance(failed, PartitionFailure)
+    assert "sdy.data_flow_edge" in failed.reason
     assert capfd.readouterr() == ("", "")
 
 
