@@ -20,6 +20,16 @@ HOPELESS = 2.0
 RESAMPLES = 2000
 
 
+class RunFailed(Exception):
+    """A candidate that compiled does not run (out of memory, say); the race rejects it and goes on with the others."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        text = str(error).strip().splitlines()
+        self.name = name
+        self.reason = f"{type(error).__name__}: {text[0][:300] if text else ''}"
+        super().__init__(f"{name}: {self.reason}")
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """Bootstrap 95 % interval of the ratio of two medians."""
@@ -50,7 +60,10 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Int
 class _Runner:
     """One candidate with its inputs on the devices."""
 
-    def __init__(self, compiled: Compiled, inputs: Inputs, carry: Sequence[tuple[int, int]], keep: bool) -> None:
+    def __init__(
+        self, name: str, compiled: Compiled, inputs: Inputs, carry: Sequence[tuple[int, int]], keep: bool
+    ) -> None:
+        self._name = name
         self._compiled, self._inputs, self._carry = compiled, inputs, carry
         self._donated = [i for i, gone in enumerate(inputs.call.donated) if gone]
         carried = {source for source, _ in carry}
@@ -61,6 +74,12 @@ class _Runner:
 
     def step(self, timed: bool) -> None:
         """Runs once; outputs feed the next step's inputs where the step is a fixed point."""
+        try:
+            self._step(timed)
+        except Exception as error:
+            raise RunFailed(self._name, error) from error
+
+    def _step(self, timed: bool) -> None:
         if self._leaves is None:
             self._leaves = self._inputs.place(self._compiled.built.in_shardings)
             jax.block_until_ready(self._leaves)
@@ -106,7 +125,7 @@ def measure(
     Returns:
         By name; a dropped candidate has fewer rounds.
     """
-    runners = {name: _Runner(c, inputs, carry, keep_inputs) for name, c in candidates.items()}
+    runners = {name: _Runner(name, c, inputs, carry, keep_inputs) for name, c in candidates.items()}
     for runner in runners.values():
         for _ in range(WARM_UP):
             runner.step(timed=False)

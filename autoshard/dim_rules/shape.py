@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule, ints
 from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.dim_rules.windows import tiles_exactly
 from autoshard.program import Eqn
 
 
@@ -92,8 +93,16 @@ def pad(eqn: Eqn) -> DimRule:
 
 
 def slice_(eqn: Eqn) -> DimRule:
-    """Dimensions of which all is taken pass, others are PERMUTED."""
-    return _changed(eqn, _resized(eqn))
+    """Dimensions of which all, or one of every so many, is taken pass; others are PERMUTED."""
+    starts = ints(eqn.params["start_indices"])
+    strides = ints(eqn.params["strides"] or (1,) * len(starts))
+    sizes = zip(eqn.inputs[0].shape, eqn.outputs[0].shape, starts, strides, strict=True)
+    changed = {
+        dim
+        for dim, (size, taken, start, stride) in enumerate(sizes)
+        if start >= stride or not tiles_exactly(size, taken, window=1, stride=stride)
+    }
+    return _changed(eqn, frozenset(changed))
 
 
 def dynamic_slice(eqn: Eqn) -> DimRule:

@@ -1,0 +1,29 @@
+"""autoshard: which PartitionSpec should every array carry? Searched, compiled, verified, measured.
+
+>>> import autoshard
+>>> autoshard.AxisRule.parse("wq.1->model").mesh_axis
+'model'
+"""
+
+from autoshard.errors import ArgumentError as ArgumentError
+from autoshard.errors import AutoshardError as AutoshardError
+from autoshard.errors import FactoryError as FactoryError
+from autoshard.errors import HardwareError as HardwareError
+from autoshard.errors import MeshError as MeshError
+from autoshard.errors import NoFeasiblePlanError as NoFeasiblePlanError
+from autoshard.errors import PathError as PathError
+from autoshard.errors import RuleError as RuleError
+from autoshard.errors import SearchFailedError as SearchFailedError
+from autoshard.errors import SignatureError as SignatureError
+from autoshard.errors import SpecError as SpecError
+from autoshard.errors import StudyError as StudyError
+from autoshard.errors import TableError as TableError
+from autoshard.errors import TraceError as TraceError
+from autoshard.layout import AxisRule as AxisRule
+from autoshard.optimize import Effort as Effort
+from autoshard.optimize import apply as apply
+from autoshard.optimize import optimize as optimize
+from autoshard.plan import Plan as Plan
+from autoshard.plan import Verification as Verification
+from autoshard.table import SpecTable as SpecTable
+from autoshard.trial import Trial as Trial

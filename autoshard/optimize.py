@@ -1,0 +1,538 @@
+"""The driver: `optimize` and `apply`. One readable loop over the stages; each stage is a module of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from autoshard.carry import Carry
+from autoshard.compile import CompilerOptions
+from autoshard.cost_model.hardware import Hardware, hardware_for
+from autoshard.cost_model.predict import Predictor
+from autoshard.errors import (
+    ArgumentError,
+    NoFeasiblePlanError,
+    PathError,
+    RuleError,
+    SearchFailedError,
+    SignatureError,
+    TableError,
+)
+from autoshard.inputs import inputs_for
+from autoshard.layout import AxisRule, Layout, Problem
+from autoshard.meshes import MeshInfo
+from autoshard.pins import canonical_spec
+from autoshard.plan import Plan, Verification, own_version
+from autoshard.prepare import Pins, Prepared, Request, make_request, prepare
+from autoshard.progress import Progress
+from autoshard.race import FAR, Candidate, Race
+from autoshard.report import bytes_text
+from autoshard.search.presets import presets
+from autoshard.search.proposer import Proposals, propose
+from autoshard.signature import Call
+from autoshard.table import SpecTable, spec_from_entry
+
+_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
+_UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
+          **{f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}}  # fmt: skip
+PARTITIONED_PER_COMPILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much evidence a search gathers.
+
+    Attributes:
+        compiled: Candidates compiled at most (more only where none of them fits the memory budget).
+        measured: Candidates measured at most; the best preset is always among them.
+        seconds: Stop measuring after this long; None for as long as it takes.
+    """
+
+    compiled: int = 12
+    measured: int = 4
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.compiled < 0 or self.measured < 0 or (self.seconds is not None and self.seconds < 0):
+            raise ArgumentError(f"{self!r}: all numbers must be >= 0.")
+        if self.measured > self.compiled:
+            raise ArgumentError(f"{self!r}: what is measured must be compiled first. Use compiled >= measured.")
+
+
+def optimize(
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    mesh: Mesh | str,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    carry: Carry = None,
+    pins: Pins = None,
+    user_constraints: str = "pin",
+    memory_budget_bytes: int | str | None = None,
+    hardware: Hardware | str | None = None,
+    effort: Effort | None = None,
+    compiler_options: CompilerOptions | None = None,
+    storage: str | Path | None = None,
+    study: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Plan:
+    """Searches for the best layout of a function on a mesh.
+
+    Args:
+        fn: What you would give to `jax.jit`; already jitted is fine.
+        example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct`.
+        mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`.
+        example_kwargs: Keyword arguments.
+        static_argnums: As for `jax.jit`.
+        static_argnames: As for `jax.jit`.
+        donate_argnums: As for `jax.jit`.
+        donate_argnames: As for `jax.jit`.
+        carry: Which outputs feed which arguments of the next step, `{argument: output}`; by default donated arguments
+            are matched by structure and shapes.
+        pins: Leaf paths (or `re.compile(...)`) to PartitionSpecs that stay fixed; or another Plan or SpecTable.
+        user_constraints: `"pin"` keeps the function's own `with_sharding_constraint`s, `"ignore"` drops them.
+        memory_budget_bytes: Per device, an int or text such as `"16GiB"`.
+        hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the mesh's devices.
+        effort: How many candidates are compiled and measured.
+        compiler_options: Passed to XLA as they are.
+        storage: A journal file or Optuna storage URL in which the study is kept, to continue it later.
+        study: The study's name in it.
+        seed: Of the sampler.
+        progress: Say what is being done, on standard error.
+
+    Returns:
+        The best plan found: callable like `fn`.
+
+    Raises:
+        TraceError: If `fn` cannot be traced.
+        NoFeasiblePlanError: If nothing fits the memory budget.
+        SearchFailedError: If every candidate was rejected.
+        AutoshardError: For arguments that are not of the documented form; the message says which and how to mend it.
+    """
+    effort = Effort() if effort is None else effort
+    budget_bytes = parse_bytes(memory_budget_bytes)
+    request, call = make_request(
+        fn, example_args, mesh, example_kwargs=example_kwargs, static_argnums=static_argnums,
+        static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames, carry=carry,
+        pins=pins, user_constraints=user_constraints,
+    )  # fmt: skip
+    machine = resolve_hardware(hardware, request.mesh)
+    with Progress(progress) as reporter:
+        prepared = prepare(request, call)
+        problem, program = prepared.problem, prepared.traced.program
+        reporter.say(
+            f"{program.name}: {len(program.eqns)} equations, {problem.roles.axes.count} logical axes, "
+            f"{len(problem.roles.roles)} roles"
+        )
+        for note in prepared.notes:
+            reporter.say(note)
+        predictor = Predictor(
+            problem, machine, call.donated, has_reduce_scatter=request.mesh.platform != "cpu"
+        )
+        proposals = propose(
+            problem,
+            predictor,
+            _identity(prepared),
+            budget_bytes=budget_bytes,
+            storage=storage,
+            study_name=study,
+            seed=seed,
+            on_progress=lambda done, of: reporter.doing(f"proposing, {done} of {of} asked"),
+        )
+        reporter.say(f"{len(proposals.ranked)} distinct layouts from {proposals.evaluations} predictions")
+        race = Race(
+            prepared, predictor, proposals.evidence, inputs_for(call, program), budget_bytes, compiler_options, reporter
+        )
+        interrupted = False
+        try:
+            winner = _run(race, proposals, effort)
+        except KeyboardInterrupt:
+            interrupted = True
+            winner = _best_so_far(race, proposals)
+            reporter.say("interrupted; returning the best so far")
+    return _plan(race, proposals, winner, compiler_options, interrupted)
+
+
+def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
+    """Climbs the ladder; returns the winner."""
+    race.enter(proposals.ranked)
+    hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
+    if not effort.compiled:
+        fitting = [c for c in race.candidates if c.trial.constraints == "anchors" and _maybe_fits(c, race.budget_bytes, 1)]
+        if not fitting:
+            raise _infeasible(race, proposals, compiled=False)
+        return fitting[0]
+    shortlist = _shortlist(hopeful, PARTITIONED_PER_COMPILED * effort.compiled)
+    race.progress.say(f"partitioning {len(shortlist)} candidates")
+    times = race.partition(shortlist)
+    ranked = sorted(
+        (c for c in shortlist if c.trial.key in times),
+        key=lambda c: (c.proposal.excess_bytes(race.budget_bytes), times[c.trial.key], c.proposal.prediction.time_s),
+    )
+    chosen = _with_presets(ranked, effort.compiled, presets_at_least=min(3, effort.compiled))
+    for candidate in chosen:
+        race.compile(candidate)
+    fitting = [c for c in chosen if c.trial.status != "rejected"]
+    if not fitting:
+        fitting = _compile_smallest(race, chosen, effort.compiled)
+    fitting.sort(key=lambda c: (c.trial.compiled.time_s if c.trial.compiled else 0.0, c.trial.key))
+    if effort.measured:
+        return _measured_winner(race, fitting, effort)
+    for candidate in fitting:
+        race.verify(candidate)
+        if candidate.trial.status != "rejected":
+            return candidate
+    raise _all_rejected(race)
+
+
+def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Candidate:
+    """Verifies and measures the best few; the fastest correct one, ties within noise by prediction."""
+    left = list(fitting)
+    while left:
+        chosen = _with_presets(left, effort.measured, presets_at_least=1)
+        for candidate in chosen:
+            race.verify(candidate)
+        rejected = [c for c in chosen if c.trial.status == "rejected"]
+        if rejected:
+            left = [c for c in left if c not in rejected]
+            continue
+        race.measure(chosen, effort.seconds)
+        measured = [c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"]
+        if measured:
+            return race.fastest(measured)
+        left = [c for c in left if c not in chosen]
+    raise _all_rejected(race)
+
+
+def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """The best by prediction, and every preset."""
+    best = candidates[:count]
+    return best + [c for c in candidates[count:] if c.is_preset]
+
+
+def _with_presets(ranked: list[Candidate], count: int, presets_at_least: int) -> list[Candidate]:
+    """The first `count` of a ranking, its last places given to the best presets where too few are among them."""
+    chosen = ranked[:count]
+    missing = presets_at_least - sum(c.is_preset for c in chosen)
+    for candidate in ranked[count:]:
+        if missing <= 0:
+            break
+        if candidate.is_preset:
+            chosen.append(candidate)
+            missing -= 1
+    while len(chosen) > count:
+        dropped = next(i for i in range(len(chosen) - 1, -1, -1) if not chosen[i].is_preset)
+        chosen.pop(dropped)
+    return chosen
+
+
+def _maybe_fits(candidate: Candidate, budget_bytes: int | None, factor: float) -> bool:
+    return budget_bytes is None or candidate.proposal.prediction.peak_bytes <= factor * budget_bytes
+
+
+def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Candidate]:
+    """Where nothing compiled fits: the layouts of the smallest predicted peak, before saying that nothing does."""
+    rest = [c for c in race.candidates if c not in tried and c.trial.status != "rejected"]
+    rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
+    for candidate in rest[: max(count, 4)]:
+        race.compile(candidate)
+        if candidate.trial.status != "rejected":
+            return [candidate]
+    raise _infeasible(race, None, compiled=True) if race.budget_bytes is not None else _all_rejected(race)
+
+
+def _infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> NoFeasiblePlanError:
+    budget = bytes_text(race.budget_bytes or 0)
+    smallest = min(race.candidates, key=lambda c: c.proposal.prediction.peak_bytes)
+    prediction = smallest.proposal.prediction
+    part, held = max(prediction.argument_bytes.items(), key=lambda item: item[1])
+    peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
+    text = (
+        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; the smallest predicted "
+        f"peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)})"
+    )
+    if compiled and peaks:
+        text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
+    else:
+        text += " (predicted only: nothing was compiled)"
+    donated = race.prepared.traced.call.donated
+    advice = ["Raise memory_budget_bytes", "add devices"]
+    if not all(donated):
+        advice.append("donate arguments that the step replaces (donate_argnums)")
+    return NoFeasiblePlanError(f"{text}.\n{', '.join(advice)}, or shrink the batch.")
+
+
+def _all_rejected(race: Race) -> SearchFailedError:
+    reasons = [f"{c.trial.name}: {c.trial.reason}" for c in race.candidates if c.trial.status == "rejected"]
+    listed = "\n  ".join(reasons[:12])
+    return SearchFailedError(f"all {len(reasons)} candidates that were tried were rejected:\n  {listed}")
+
+
+def _best_so_far(race: Race, proposals: Proposals) -> Candidate:
+    """After an interruption: the best measured, else compiled, else predicted candidate."""
+    if not race.candidates:
+        race.enter(proposals.ranked[:1])
+    alive = [c for c in race.candidates if c.trial.status != "rejected"]
+    measured = [c for c in alive if c.trial.measured is not None]
+    if measured:
+        return race.fastest(measured)
+    compiled = [c for c in alive if c.trial.compiled is not None]
+    return min(
+        compiled or alive,
+        key=lambda c: c.trial.compiled.time_s if c.trial.compiled else c.proposal.prediction.time_s,
+    )
+
+
+def _plan(
+    race: Race, proposals: Proposals, winner: Candidate, compiler_options: CompilerOptions | None, interrupted: bool
+) -> Plan:
+    winner.trial = replace(winner.trial, status="winner")
+    if winner.trial.verified is not None:
+        found = winner.trial.verified
+        verified = Verification(
+            True, f"outputs equal the {found.against} function's, largest error {found.max_abs_err:.3g}"
+        )
+    elif interrupted:
+        verified = Verification(False, "the search was interrupted before the comparison")
+    else:
+        verified = Verification(False, race.reference_failure or "nothing was run: effort compiled=0")
+    prepared = race.prepared
+    return Plan(
+        user_fn=prepared.request.fn,
+        options=prepared.request.options,
+        traced=prepared.traced,
+        layout=winner.layout,
+        mesh=prepared.request.mesh,
+        carry=prepared.carry,
+        verified=verified,
+        trials=tuple(c.trial for c in race.candidates),
+        skipped=proposals.skipped,
+        notes=prepared.notes,
+        compiler_options=compiler_options,
+        compiled=winner.compiled,
+        rebind=_rebinder(prepared.request),
+    )
+
+
+def apply(
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    mesh: Mesh | str,
+    layout: Plan | SpecTable | str | Path | Sequence[AxisRule | str | tuple[str, str]],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    carry: Carry = None,
+    pins: Pins = None,
+    user_constraints: str = "pin",
+    compiler_options: CompilerOptions | None = None,
+    constraints: str = "anchors",
+) -> Plan:
+    """Applies a known layout; searches nothing, compiles at the first call.
+
+    Args:
+        fn: As for `optimize`, and so are the other arguments of the same names.
+        example_args: Positional arguments.
+        mesh: The mesh.
+        layout: A SpecTable or its path, a preset's name (`"fsdp"`), a list of rules (`"wq.1->model"`, pairs or
+            `AxisRule`s), or a Plan.
+        example_kwargs: Keyword arguments.
+        static_argnums: As for `jax.jit`.
+        static_argnames: As for `jax.jit`.
+        donate_argnums: As for `jax.jit`.
+        donate_argnames: As for `jax.jit`.
+        carry: As for `optimize`.
+        pins: As for `optimize`.
+        user_constraints: As for `optimize`.
+        compiler_options: As for `optimize`.
+        constraints: `"anchors"` states the layout inside the function too, `"arguments"` on arguments and outputs only.
+            A table or plan decides for itself.
+
+    Returns:
+        The plan. It is not verified: nothing is run here.
+
+    Raises:
+        TableError: If the table is for another mesh or another function, or cannot be read.
+        RuleError: If the preset or a role does not exist here; the existing ones are named.
+    """
+    request, call = make_request(
+        fn, example_args, mesh, example_kwargs=example_kwargs, static_argnums=static_argnums,
+        static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames, carry=carry,
+        pins=pins, user_constraints=user_constraints,
+    )  # fmt: skip
+    if constraints not in ("anchors", "arguments"):
+        raise ArgumentError(f"constraints={constraints!r}; use 'anchors' or 'arguments'.")
+    prepared = prepare(request, call)
+    if isinstance(layout, Path) or (isinstance(layout, str) and (layout.endswith(".json") or Path(layout).is_file())):
+        layout = SpecTable.load(layout)
+    notes = list(prepared.notes)
+    inside = constraints == "anchors"
+    reason = "apply searches and runs nothing"
+    problem = prepared.problem
+    if isinstance(layout, Plan):
+        rules, inside = layout.rules, layout.layout.inside
+    elif isinstance(layout, SpecTable):
+        rules = tuple(AxisRule.parse(text) for text in layout.rules)
+        inside = layout.constraints == "anchors"
+        notes += _check_table(layout, prepared)
+        problem = _pin_table(layout, prepared, Layout(problem, rules, inside))
+        reason = f"apply runs nothing; the table says {layout.verified}"
+    elif isinstance(layout, str):
+        rules = _preset_rules(layout, problem)
+    else:
+        rules = tuple(map(_as_rule, layout))
+    return Plan(
+        user_fn=fn,
+        options=request.options,
+        traced=prepared.traced,
+        layout=Layout(problem, rules, inside),
+        mesh=request.mesh,
+        carry=prepared.carry,
+        verified=Verification(False, reason),
+        notes=tuple(notes),
+        compiler_options=compiler_options,
+        rebind=_rebinder(request),
+    )
+
+
+def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
+    if isinstance(rule, AxisRule):
+        return rule
+    if isinstance(rule, str):
+        return AxisRule.parse(rule)
+    if isinstance(rule, tuple) and len(rule) == 2:
+        return AxisRule(str(rule[0]), str(rule[1]))
+    raise RuleError(f"{rule!r} is no axis rule. Use 'role->mesh axis', a pair (role, mesh axis) or an AxisRule.")
+
+
+def _preset_rules(name: str, problem: Problem) -> tuple[AxisRule, ...]:
+    made, skipped = presets(problem)
+    for preset in made:
+        if preset.name == name:
+            return preset.rules
+    for left_out in skipped:
+        if left_out.name == name:
+            raise RuleError(f"preset {name!r} makes no sense here: {left_out.reason}. Use one of {[p.name for p in made]}.")
+    raise RuleError(f"{name!r} is no preset, and no file of that name exists. The presets are {[p.name for p in made]}.")
+
+
+def _check_table(table: SpecTable, prepared: Prepared) -> list[str]:
+    """Refuses a table of another mesh or function; says what else changed."""
+    mesh, program = prepared.request.mesh, prepared.traced.program
+    if dict(table.mesh.axes) != dict(mesh.axes):
+        raise TableError(
+            f"the table is for mesh {dict(table.mesh.axes)}, this mesh is {dict(mesh.axes)}. "
+            f"Search again for this mesh, or apply its rules alone: apply(..., layout=table.rules)."
+        )
+    here, there = set(program.input_paths), set(table.inputs)
+    if here != there:
+        stale, new = sorted(there - here), sorted(here - there)
+        raise TableError(
+            f"the table is for {table.function!r} with other arguments than {program.name!r}: "
+            f"{len(stale)} leaves are gone ({', '.join(stale[:3])}), {len(new)} are new ({', '.join(new[:3])}). "
+            f"Search again, or apply its rules alone: apply(..., layout=table.rules)."
+        )
+    notes = []
+    if table.fingerprint != program.fingerprint:
+        if table.versions.get("jax") != jax.__version__:
+            notes.append(f"the table was written with jax {table.versions.get('jax')}, this is {jax.__version__}")
+        else:
+            notes.append("the program changed since the table was written; its numbers are not of this program")
+    return notes
+
+
+def _pin_table(table: SpecTable, prepared: Prepared, derived: Layout) -> Problem:
+    """The problem with every spec of the table pinned that the rules alone would not give here."""
+    program, pins = prepared.traced.program, dict(prepared.problem.pins)
+    sides = (
+        (table.inputs, program.input_paths, program.body.inputs),
+        (table.outputs, program.output_paths, program.body.outputs),
+    )
+    for entries, paths, values in sides:
+        for path, value in zip(paths, values, strict=True):
+            entry = entries.get(path)
+            if entry is None or tuple(entry.shape) != value.shape:
+                continue  # the rules derive the spec of another shape
+            spec = canonical_spec(spec_from_entry(entry.spec), value, prepared.request.mesh.axes, path)
+            if spec != derived.fit(value).spec:
+                pins[value.index] = spec
+    return replace(prepared.problem, pins=pins)
+
+
+def _rebinder(request: Request) -> Callable[[Plan, Call], Plan]:
+    def rebind(plan: Plan, call: Call) -> Plan:
+        try:
+            prepared = prepare(request, call)
+            known = {role.name for role in prepared.problem.roles.roles}
+            rules = tuple(rule for rule in plan.rules if rule.role in known)
+            layout = Layout(prepared.problem, rules, plan.layout.inside)
+        except (PathError, RuleError, ValueError) as error:
+            raise SignatureError(f"the plan's rules do not fit the new shapes: {error}") from error
+        return Plan(
+            user_fn=plan.user_fn,
+            options=plan.options,
+            traced=prepared.traced,
+            layout=layout,
+            mesh=plan.mesh,
+            carry=prepared.carry,
+            verified=Verification(False, "the rules of a plan for other shapes, applied without a search"),
+            compiler_options=plan.compiler_options,
+            rebind=plan.rebind,
+        )
+
+    return rebind
+
+
+def _identity(prepared: Prepared) -> dict[str, str]:
+    """What a study is for."""
+    mesh = prepared.request.mesh
+    return {
+        "program": prepared.traced.program.fingerprint,
+        "mesh": ",".join(f"{name}={size}" for name, size in mesh.axes.items()),
+        "devices": mesh.device_kind,
+        "jax": jax.__version__,
+        "autoshard": own_version(),
+    }
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """A number of bytes from an int or text.
+
+    >>> parse_bytes("16GiB"), parse_bytes("1.5 kB".replace("k", "K")), parse_bytes(1024)
+    (17179869184, 1500, 1024)
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    match = _SIZE.match(size) if isinstance(size, str) else None
+    if match is None:
+        raise ArgumentError(f"memory_budget_bytes={size!r}; use a positive int, or text such as '16GiB' or '800MB'.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def resolve_hardware(hardware: Hardware | str | None, mesh: MeshInfo) -> Hardware:
+    """The hardware to predict for: as named, or what the mesh's devices are."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None:
+        if Path(hardware).suffix == ".json":
+            return Hardware.load(hardware)
+        return hardware_for(hardware)
+    return hardware_for(mesh.device_kind)
+

@@ -1,0 +1,269 @@
+"""The plan: a jitted drop-in for the function, with the shardings and inner constraints of one layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import report
+from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.constrain import PlacedConstraint, constraints_for, placed
+from autoshard.errors import ArgumentError, PathError
+from autoshard.layout import AxisRule, Layout, to_partition_spec
+from autoshard.meshes import MeshInfo
+from autoshard.signature import Call, CallOptions, flatten_call
+from autoshard.table import SCHEMA, ConstraintEntry, Leaf, MeshEntry, SpecTable, spec_to_entry
+from autoshard.trace import Traced
+from autoshard.trial import Skipped, Trial
+
+log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Whether the plan's numbers are right, and how that is known. True in a condition only if they were compared.
+
+    Attributes:
+        ok: True if outputs were compared with a reference and agree.
+        reason: Against what, or why they were not compared.
+    """
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.ok else 'no'} ({self.reason})"
+
+
+@dataclass(eq=False)
+class Plan:
+    """Axis rules and pins bound to a function and a mesh; callable like the function.
+
+    Attributes:
+        verified: Whether outputs were compared with a reference, and which.
+        trials: Every candidate with prediction, evidence or rejection.
+        skipped: Presets that make no sense for this function, with the reason.
+        notes: What a person should know (carry that was assumed, effects, conversions).
+    """
+
+    user_fn: Callable[..., Any]
+    options: CallOptions
+    traced: Traced
+    layout: Layout
+    mesh: MeshInfo
+    carry: tuple[tuple[int, int], ...]
+    verified: Verification
+    trials: tuple[Trial, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+    compiler_options: CompilerOptions | None = None
+    compiled: Compiled | None = None
+    rebind: Callable[[Plan, Call], Plan] | None = field(default=None, repr=False)
+    _built: Built | None = field(default=None, repr=False)
+    _others: list[Plan] = field(default_factory=list, repr=False)
+
+    # What it says ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rules(self) -> tuple[AxisRule, ...]:
+        """The axis rules, in order."""
+        return self.layout.rules
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """PartitionSpec of each argument leaf, by leaf path."""
+        specs = map(to_partition_spec, self.layout.input_specs())
+        return dict(zip(self.traced.program.input_paths, specs, strict=True))
+
+    @property
+    def constraints(self) -> tuple[PlacedConstraint, ...]:
+        """What is stated inside the function, with source lines."""
+        return placed(self.layout, constraints_for(self.layout))
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """Shardings of the positional arguments, as `jax.jit(fn, in_shardings=...)` takes them (statics left out)."""
+        args, kwargs = self._unflatten_inputs(self.built.in_shardings)
+        del kwargs
+        static = {i for i, _ in self.traced.call.statics if isinstance(i, int)}
+        return tuple(arg for i, arg in enumerate(args) if i not in static)
+
+    @property
+    def out_shardings(self) -> Any:
+        """Shardings of the outputs, in the structure of the outputs."""
+        return self.traced.unflatten_outputs(self.built.out_shardings)
+
+    @property
+    def table(self) -> SpecTable:
+        """The plan as a file; `plan.table.save(path)`."""
+        program, layout = self.traced.program, self.layout
+
+        def leaves(paths: Sequence[str], values: Sequence[Any], specs: Sequence[Any]) -> dict[str, Leaf]:
+            rows = zip(paths, values, specs, strict=True)
+            return {path: Leaf(list(v.shape), v.dtype, spec_to_entry(spec)) for path, v, spec in sorted_rows(rows)}
+
+        return SpecTable(
+            schema=SCHEMA,
+            function=program.name,
+            fingerprint=program.fingerprint,
+            versions={"autoshard": own_version(), "jax": jax.__version__},
+            mesh=MeshEntry(dict(self.mesh.axes), list(self.mesh.axis_types)),
+            rules=[str(rule) for rule in self.rules],
+            constraints="anchors" if layout.inside else "arguments",
+            verified=str(self.verified),
+            inputs=leaves(program.input_paths, program.body.inputs, layout.input_specs()),
+            outputs=leaves(program.output_paths, program.body.outputs, layout.output_specs()),
+            inside=[
+                ConstraintEntry(c.source, c.primitive, c.place, list(c.shape), str(c.spec)) for c in self.constraints
+            ],
+            evidence=[trial.to_dict() for trial in self.trials if trial.status != "predicted"],
+        )
+
+    def __str__(self) -> str:
+        return report.plan_text(self)
+
+    def __repr__(self) -> str:
+        rules = ", ".join(map(str, self.rules)) or "replicated"
+        return f"<Plan of {self.traced.program.name} on {dict(self.mesh.axes)}: {rules}; verified: {self.verified}>"
+
+    # What it does ---------------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> Built:
+        """The layout as a jitted function of flat leaves."""
+        if self._built is None:
+            self._built = self.compiled.built if self.compiled else build(self.traced, self.layout, self.mesh)
+        return self._built
+
+    def compile(self) -> Compiled:
+        """The compiled program: the one the search compiled, else compiled now, once."""
+        if self.compiled is None:
+            self.compiled = compile_built(self.built, self.mesh, compiler_options=self.compiler_options)
+        return self.compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are consumed."""
+        call = flatten_call(self.user_fn, args, kwargs, self.options)
+        plan = self if call.same_as(self.traced.call) else self._for(call)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
+            return plan.traced.unflatten_outputs(plan.built.function(*call.leaves))
+        executable = plan.compile().executable
+        leaves = [
+            _moved(leaf, aval, sharding, donated)
+            for leaf, aval, sharding, donated in zip(
+                call.leaves, plan.traced.call.avals, plan.built.in_shardings, plan.traced.call.donated, strict=True
+            )
+        ]
+        return plan.traced.unflatten_outputs(executable(*leaves))
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function with the constraints inside, not jitted; differentiable and vmappable as the original is."""
+
+        def constrained(*args: Any, **kwargs: Any) -> Any:
+            call = flatten_call(self.user_fn, args, kwargs, self.options)
+            plan = self if call.same_as(self.traced.call) else self._for(call)
+            return plan.traced.unflatten_outputs(plan.built.function(*call.leaves))
+
+        constrained.__name__ = constrained.__qualname__ = self.traced.program.name
+        return constrained
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers for these arguments (arrays or ShapeDtypeStructs), as `jax.jit(fn).lower` does."""
+        call = flatten_call(self.user_fn, args, kwargs, self.options)
+        plan = self if call.same_as(self.traced.call) else self._for(call)
+        return plan.built.lower()
+
+    def place(self, argument: int | str, tree: Any) -> Any:
+        """A copy of an argument on the devices, laid out as the plan needs it; yours stays as it is.
+
+        Args:
+            argument: Position or name of the parameter.
+            tree: The argument: the structure that it had in `example_args`.
+
+        Raises:
+            ArgumentError: If the function has no such argument.
+            PathError: If the tree has other leaves than the argument had.
+        """
+        paths = self.traced.program.input_paths
+        owners = self.traced.call.owners
+        owner: int | str = argument
+        if isinstance(argument, str) and argument not in owners:
+            named = {path.split("/")[0].split("[")[0].split(".")[0]: o for path, o in zip(paths, owners, strict=True)}
+            owner = named.get(argument, argument)
+        numbers = [i for i, o in enumerate(owners) if o == owner]
+        if not numbers:
+            raise ArgumentError(f"place({argument!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}.")
+        leaves, treedef = jax.tree.flatten(tree)
+        if len(leaves) != len(numbers):
+            raise PathError(
+                f"place({argument!r}, ...): the tree has {len(leaves)} leaves, but the argument had {len(numbers)} "
+                f"({', '.join(paths[i] for i in numbers[:4])}, ...). Pass the same structure."
+            )
+        avals, shardings = self.traced.call.avals, self.built.in_shardings
+        placed_leaves = [
+            _moved(leaf, avals[i], shardings[i], copy=True) for leaf, i in zip(leaves, numbers, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, placed_leaves)
+
+    def _for(self, call: Call) -> Plan:
+        """The plan for another signature: traced anew, the same rules, no search; remembered."""
+        for plan in self._others:
+            if call.same_as(plan.traced.call):
+                return plan
+        if self.rebind is None:
+            raise ArgumentError("this plan serves only the shapes that it was made for.")
+        plan = self.rebind(self, call)
+        changed = [
+            f"{path} {tuple(new.shape)}"
+            for path, new in zip(call.paths, call.avals, strict=True)
+            if (new.shape, new.dtype) not in {(o.shape, o.dtype) for o in self.traced.call.avals}
+        ]
+        log.info("new signature (%s): traced again, the same rules applied, no search", ", ".join(changed[:3]) or "same shapes")
+        self._others.append(plan)
+        return plan
+
+    def _unflatten_inputs(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.traced.call.rebuild(leaves)
+
+
+def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, copy: bool) -> Any:
+    """The leaf laid out as needed. What has to be moved is copied where its buffer may be consumed (`copy`)."""
+    if aval.dtype == jax.dtypes.float0:
+        return leaf
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding == sharding or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)):
+            return leaf if not copy or leaf.sharding == sharding else jax.device_put(leaf, sharding)
+        return jax.device_put(leaf, sharding, may_alias=False if copy else None)
+    if aval.weak_type:
+        return leaf
+    return jax.device_put(leaf, sharding)
+
+
+def sorted_rows(rows: Any) -> list[Any]:
+    """Rows by leaf path, numbers inside paths in numeric order.
+
+    >>> sorted_rows([("w/10", 1), ("w/9", 2)])
+    [('w/9', 2), ('w/10', 1)]
+    """
+    return sorted(rows, key=lambda row: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in row[0].split("/")])
+
+
+def own_version() -> str:
+    """Version of autoshard, `unknown` where it runs from a bare checkout."""
+    try:
+        return version("autoshard")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+__all__ = ["Mapping", "Plan", "Verification"]

@@ -1,0 +1,163 @@
+"""From a function and example arguments to a `Problem`: trace, carry, logical axes, roles, groups and pins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from autoshard.carry import Carry, matching_state, resolve_carry
+from autoshard.dims import logical_axes
+from autoshard.errors import ArgumentError, PathError
+from autoshard.groups import find_groups
+from autoshard.layout import Problem
+from autoshard.meshes import MeshInfo, resolve_mesh
+from autoshard.pins import resolve_pins, user_constraints
+from autoshard.plan import Plan
+from autoshard.roles import find_roles
+from autoshard.signature import Call, CallOptions, flatten_call, options_for
+from autoshard.table import SpecTable
+from autoshard.trace import Traced, trace
+
+Pins = Mapping[str | re.Pattern[str], PartitionSpec] | Plan | SpecTable | None
+UserConstraints = Literal["pin", "ignore"]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a person asked for, whatever the shapes: enough to trace again for another signature."""
+
+    fn: Callable[..., Any]
+    options: CallOptions
+    mesh: MeshInfo
+    carry: Carry
+    pins: Pins
+    user_constraints: UserConstraints
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A traced request.
+
+    Attributes:
+        request: What was asked for.
+        traced: The traced call.
+        problem: What stays fixed while candidates vary.
+        carry: Pairs (input leaf, output leaf).
+        notes: What a person should know.
+    """
+
+    request: Request
+    traced: Traced
+    problem: Problem
+    carry: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...]
+
+
+def make_request(
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    mesh: Mesh | str,
+    *,
+    example_kwargs: Mapping[str, Any] | None,
+    static_argnums: Any,
+    static_argnames: Any,
+    donate_argnums: Any,
+    donate_argnames: Any,
+    carry: Carry,
+    pins: Pins,
+    user_constraints: str,
+) -> tuple[Request, Call]:
+    """Checks and normalises the arguments of `optimize` and `apply`.
+
+    Raises:
+        ArgumentError: If one of them is not of the documented form.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"fn is a {type(fn).__name__}; pass the function you would give to jax.jit.")
+    if not isinstance(example_args, tuple | list):
+        raise ArgumentError(
+            f"example_args is a {type(example_args).__name__}; pass a tuple of the positional arguments, "
+            f"for one argument (x,)."
+        )
+    if user_constraints not in ("pin", "ignore"):
+        raise ArgumentError(f"user_constraints={user_constraints!r}; use 'pin' or 'ignore'.")
+    info = resolve_mesh(mesh)
+    if donate_argnums is None and donate_argnames is None:
+        donate_argnums = _jitted_donation(fn, example_args, example_kwargs or {}, static_argnums, static_argnames)
+    options = options_for(
+        fn,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    call = flatten_call(fn, tuple(example_args), dict(example_kwargs or {}), options)
+    kept: UserConstraints = "pin" if user_constraints == "pin" else "ignore"
+    return Request(fn, options, info, carry, pins, kept), call
+
+
+def _jitted_donation(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static_argnums: Any, static_argnames: Any
+) -> tuple[int, ...] | None:
+    """Donated positions of a function that is already jitted; None where it is not, or cannot say."""
+    if not hasattr(fn, "trace") or static_argnums is not None or static_argnames is not None:
+        return None
+    try:
+        infos, _ = fn.trace(*args, **kwargs).args_info
+    except Exception:  # whatever is wrong, tracing says it properly later
+        return None
+    if len(infos) != len(args):
+        return None
+    leaves = [jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated")) for info in infos]
+    return tuple(i for i, own in enumerate(leaves) if own and all(leaf.donated for leaf in own))
+
+
+def prepare(request: Request, call: Call) -> Prepared:
+    """Traces a request and finds its logical axes, roles, groups and pins."""
+    mesh = request.mesh
+    traced = trace(request.fn, call, mesh.auto, keep_user_constraints=request.user_constraints == "pin")
+    program = traced.program
+    carry = resolve_carry(traced, request.carry)
+    notes = []
+    if request.carry is None and carry:
+        owners = dict.fromkeys(program.input_paths[i].split("/")[0] for i, _ in carry)
+        notes.append(f"carry: {', '.join(owners)} (donated, matched by outputs) keep their specs from step to step")
+    if mesh.explicit_axes:
+        notes.append(f"mesh axes {', '.join(mesh.explicit_axes)} are Explicit; the search worked on their Auto version")
+    state = tuple(carry) + tuple(
+        pair for pair in matching_state(traced, donated_only=False) if pair[0] not in {i for i, _ in carry}
+    )
+    axes = logical_axes(program, carry)
+    groups = find_groups(axes, state)
+    pins = user_constraints(program, mesh.axes)
+    pins |= resolve_pins(_pin_map(request.pins, program.input_paths), program, mesh.axes, carry)
+    problem = Problem(find_roles(axes), groups, mesh.axes, pins)
+    return Prepared(request, traced, problem, carry, tuple(notes))
+
+
+def _pin_map(pins: Pins, paths: Sequence[str]) -> Mapping[str | re.Pattern[str], PartitionSpec]:
+    """Pins as a mapping; of another plan or table, the leaves that this function has too."""
+    if pins is None:
+        return {}
+    if isinstance(pins, Plan | SpecTable):
+        specs = pins.specs if isinstance(pins, Plan) else pins.input_specs()
+        shared: dict[str | re.Pattern[str], PartitionSpec] = {p: s for p, s in specs.items() if p in set(paths)}
+        if not shared:
+            raise PathError(
+                f"pins is a {type(pins).__name__} with leaves {', '.join(list(specs)[:3])}, ..., none of which this "
+                f"function has ({', '.join(list(paths)[:3])}, ...). Name the parameters alike, or pass a mapping of leaf paths."
+            )
+        return shared
+    if not isinstance(pins, Mapping):
+        raise ArgumentError(f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs.")
+    for key, spec in pins.items():
+        if not isinstance(key, str | re.Pattern) or not isinstance(spec, PartitionSpec):
+            raise ArgumentError(
+                f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values jax.sharding.PartitionSpec."
+            )
+    return pins

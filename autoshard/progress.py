@@ -1,0 +1,50 @@
+"""Progress of long work: a live line on a terminal, plain lines elsewhere, nothing if not wanted.
+
+It writes to a duplicate of standard error: while a candidate compiles, file descriptor 2 itself is captured to read the
+partitioner's warnings.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+
+
+class Progress:
+    """Says what is being done; a context manager."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._console: Console | None = None
+        self._status: Status | None = None
+        self._enabled = enabled
+
+    def __enter__(self) -> Progress:
+        if self._enabled:
+            self._file = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
+            self._console = Console(file=self._file, highlight=False, markup=False)
+            if self._console.is_terminal:
+                self._status = self._console.status("autoshard")
+                self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+        if self._console is not None:
+            self._file.close()
+            self._console = None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._console is not None:
+            self._console.print(f"autoshard: {text}", soft_wrap=True)
+
+    def doing(self, text: str) -> None:
+        """What is going on now: the live line on a terminal, else nothing (stages are said)."""
+        if self._status is not None:
+            self._status.update(f"autoshard: {text}")

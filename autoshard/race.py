@@ -1,0 +1,256 @@
+"""The ladder that candidates climb: partitioned, compiled, verified, measured. A failure is a rejection, the race goes on.
+
+Each rung cuts the ranked list. What a candidate earned is kept in the study, so an interrupted search continues.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from autoshard import verify
+from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.cost_model.predict import Predictor
+from autoshard.evidence import CollectiveOp
+from autoshard.inputs import Inputs
+from autoshard.layout import Layout
+from autoshard.measure import RunFailed, measure, ratio_interval
+from autoshard.partition import PartitionFailure, partition
+from autoshard.prepare import Prepared
+from autoshard.progress import Progress
+from autoshard.report import bytes_text, seconds_text
+from autoshard.search.proposer import Proposal
+from autoshard.search.storage import Evidence
+from autoshard.trial import PartitionedEvidence, Predicted, Trial
+
+log = logging.getLogger("autoshard")
+
+FAR = 2.0
+"""Prediction alone prunes a candidate only beyond this multiple of the memory budget."""
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A layout in the race."""
+
+    layout: Layout
+    proposal: Proposal
+    trial: Trial
+    built: Built | None = None
+    compiled: Compiled | None = None
+
+    @property
+    def is_preset(self) -> bool:
+        """True for a layout that experts use, with constraints inside or not."""
+        return self.trial.origin.startswith("preset")
+
+
+@dataclass(eq=False)
+class Race:
+    """The candidates of one search and what is done with them."""
+
+    prepared: Prepared
+    predictor: Predictor
+    evidence: Evidence
+    inputs: Inputs
+    budget_bytes: int | None
+    compiler_options: CompilerOptions | None
+    progress: Progress
+    candidates: list[Candidate] = field(default_factory=list)
+    reference: verify.Reference | None = None
+    reference_failure: str = ""
+
+    def enter(self, proposals: Iterable[Proposal]) -> None:
+        """Enters each proposal twice: with constraints inside, and for arguments only."""
+        for proposal in proposals:
+            p = proposal.prediction
+            predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
+            for inside in (True, False):
+                layout = proposal.layout if inside else replace(proposal.layout, inside=False)
+                trial = Trial(
+                    name=proposal.name if inside else f"{proposal.name} (arguments)",
+                    origin=proposal.origin,
+                    rules=tuple(map(str, layout.rules)),
+                    constraints="anchors" if inside else "arguments",
+                    key=proposal.key if inside else layout.key(),
+                    predicted=predicted,
+                )
+                if any(c.trial.key == trial.key for c in self.candidates):
+                    continue
+                known = self.evidence.get(trial.key)
+                if known is not None:
+                    stored = msgspec.convert(known, Trial)
+                    trial = replace(stored, name=trial.name, origin=trial.origin, predicted=predicted)
+                self.candidates.append(Candidate(layout, proposal, trial))
+
+    def _keep(self, candidate: Candidate) -> None:
+        self.evidence.put(candidate.trial.key, candidate.trial.to_dict())
+
+    def _reject(self, candidate: Candidate, reason: str) -> None:
+        candidate.trial = candidate.trial.reject(reason)
+        candidate.compiled = None
+        self._keep(candidate)
+        self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
+
+    # Rungs ----------------------------------------------------------------------------------------------------------
+
+    def time_s(self, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
+        """Seconds of a step: predicted compute, and the collectives of a program priced with the hardware's links."""
+        comm_s = sum(op.trips * self.predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size) for op in ops)
+        return compute_s + comm_s - self.predictor.hardware.overlap * min(compute_s, comm_s)
+
+    def partition(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Runs Shardy's passes on candidates; returns seconds of a step by key."""
+        times: dict[str, float] = {}
+        for number, candidate in enumerate(candidates):
+            self.progress.doing(f"partitioning {number + 1} of {len(candidates)}: {candidate.trial.name}")
+            compute_s = candidate.proposal.prediction.compute_s
+            if candidate.trial.compiled is not None:
+                times[candidate.trial.key] = candidate.trial.compiled.time_s
+                continue
+            if candidate.trial.status == "rejected":
+                continue
+            try:
+                candidate.built = build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
+                found = partition(candidate.built.lower(), self.prepared.request.mesh.axes)
+            except PartitionFailure as failure:
+                log.info("%s: not partitioned (%s)", candidate.trial.name, failure)
+                times[candidate.trial.key] = candidate.proposal.prediction.time_s
+                continue
+            except Exception as error:
+                self._reject(candidate, f"lowering failed: {_one_line(error)}")
+                continue
+            times[candidate.trial.key] = self.time_s(compute_s, found.ops)
+            candidate.trial = replace(
+                candidate.trial,
+                status="partitioned",
+                partitioned=PartitionedEvidence(found.collectives, found.collective_bytes),
+            )
+        return times
+
+    def compile(self, candidate: Candidate) -> None:
+        """Compiles one candidate, unless the study already holds its outcome."""
+        if candidate.trial.status == "rejected" or candidate.compiled is not None:
+            return
+        trial = candidate.trial
+        self.progress.doing(f"compiling {trial.name}")
+        compute_s = candidate.proposal.prediction.compute_s
+        try:
+            built = candidate.built or build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
+            candidate.compiled = compile_built(
+                built,
+                self.prepared.request.mesh,
+                compiler_options=self.compiler_options,
+                time_of=lambda ops: self.time_s(compute_s, ops),
+            )
+        except Exception as error:
+            self._reject(candidate, f"compilation failed: {_one_line(error)}")
+            return
+        found = candidate.compiled.evidence
+        status = trial.status if trial.status in ("measured", "winner") else "compiled"
+        candidate.trial = replace(trial, status=status, compiled=found)
+        over = self.over_budget(candidate)
+        if over:
+            self._reject(candidate, over)
+            return
+        self._keep(candidate)
+        self.progress.say(
+            f"{trial.name}: compiled in {seconds_text(found.compile_s)}, {bytes_text(found.collective_bytes)} moved, "
+            f"peak {bytes_text(found.peak_bytes)}"
+        )
+
+    def over_budget(self, candidate: Candidate) -> str:
+        """Why a compiled candidate does not fit the memory budget; empty where it does."""
+        found = candidate.trial.compiled
+        if found is None or self.budget_bytes is None or found.peak_bytes <= self.budget_bytes:
+            return ""
+        return f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
+
+    def verify(self, candidate: Candidate) -> None:
+        """Compares a compiled candidate's outputs with the unsharded function; a mismatch rejects it."""
+        if candidate.compiled is None or candidate.trial.verified is not None or self.reference_failure:
+            return
+        self.progress.doing(f"verifying {candidate.trial.name}")
+        if self.reference is None:
+            mesh = self.prepared.request.mesh
+            try:
+                self.reference = verify.unsharded_reference(
+                    self.prepared.traced, self.prepared.problem.roles.axes, self.inputs, mesh.user.devices.flat[0]
+                )
+            except Exception as error:
+                self.reference_failure = f"the unsharded function did not run on one device: {_one_line(error)}"
+                return
+        try:
+            leaves = self.inputs.place(candidate.compiled.built.in_shardings)
+            outputs = candidate.compiled.executable(*leaves)
+            found, agrees = self.reference.compare(outputs)
+        except Exception as error:
+            self._reject(candidate, f"running failed: {_one_line(error)}")
+            return
+        candidate.trial = replace(candidate.trial, verified=found)
+        if not agrees:
+            self._reject(
+                candidate,
+                f"wrong numbers: {found.leaf} differs from the {found.against} function by {found.max_abs_err:.3g}, "
+                f"tolerance {found.tolerance:.3g}",
+            )
+            return
+        self._keep(candidate)
+
+    def measure(self, candidates: Sequence[Candidate], seconds: float | None) -> None:
+        """Measures candidates against each other, round by round."""
+        if all(c.trial.measured is not None for c in candidates):
+            return
+        for candidate in candidates:
+            self.compile(candidate)
+        by_name = {c.trial.name: c for c in candidates if c.compiled is not None}
+        presets = [c.trial.name for c in candidates if c.is_preset]
+        while by_name:
+            try:
+                found = measure(
+                    {name: c.compiled for name, c in by_name.items() if c.compiled is not None},
+                    self.inputs,
+                    self.prepared.carry,
+                    keep_inputs=self._inputs_fit(list(by_name.values())),
+                    protected=presets,
+                    seconds=seconds,
+                    on_round=lambda n, best: self.progress.doing(
+                        f"measuring round {n}: " + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
+                    ),
+                )
+            except RunFailed as failure:
+                self._reject(by_name.pop(failure.name), f"running failed: {failure.reason}")
+                continue
+            for name, measured in found.items():
+                candidate = by_name[name]
+                candidate.trial = replace(candidate.trial, status="measured", measured=measured)
+                self._keep(candidate)
+                self.progress.say(f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)")
+            return
+
+    def fastest(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The fastest by the clock; those within noise of it are ordered by prediction, then canonical form."""
+        clock = {c.trial.key: c.trial.measured for c in candidates if c.trial.measured is not None}
+        ordered = sorted(candidates, key=lambda c: clock[c.trial.key].median_s)
+        best = clock[ordered[0].trial.key]
+        tied = [
+            c
+            for c in ordered
+            if c is ordered[0] or ratio_interval(clock[c.trial.key].seconds, best.seconds).low <= 1.0
+        ]
+        return min(tied, key=lambda c: (c.trial.compiled.time_s if c.trial.compiled else 0.0, c.trial.key))
+
+    def _inputs_fit(self, candidates: Sequence[Candidate]) -> bool:
+        memory = self.budget_bytes or self.predictor.hardware.memory_bytes
+        need = sum(c.trial.compiled.argument_bytes for c in candidates if c.trial.compiled is not None)
+        peak = max((c.trial.compiled.peak_bytes for c in candidates if c.trial.compiled is not None), default=0)
+        return need + peak <= memory
+
+
+def _one_line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300] if text else ''}"

@@ -1,0 +1,147 @@
+"""What people read: the candidates table and the summary of a plan. Bytes and seconds get their units here only."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from autoshard.evidence import Collective
+from autoshard.trial import Skipped, Trial
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
+
+WIDTH = 150
+_ORDER = {"winner": 0, "measured": 1, "compiled": 2, "partitioned": 3, "predicted": 4, "rejected": 5}
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people, in binary units.
+
+    >>> bytes_text(1536), bytes_text(32), bytes_text(3 * 2**30)
+    ('1.50 KiB', '32 B', '3.00 GiB')
+    """
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if abs(count) < 1024 or unit == "TiB":
+            break
+    return f"{count:.2f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(4.2e-5)
+    ('12.3 ms', '2.50 s', '42.0 us')
+    """
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 1 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}" if unit == "s" and seconds >= 100 else f"{_three(seconds * factor)} {unit}"
+    raise AssertionError
+
+
+def _three(number: float) -> str:
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
+
+
+def render(*parts: object, width: int = WIDTH) -> str:
+    """Plain text of rich renderables."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
+    for part in parts:
+        console.print(part)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
+    """The candidates, best first: predicted, partitioned, compiled and measured side by side."""
+    table = Table(title="candidates", title_justify="left")
+    for name in ("candidate", "stated at", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in (
+        "predicted\ntime", "predicted\npeak", "predicted\nbytes", "partitioned\nbytes", "compiled\nbytes",
+        "compiled\npeak", "compiled\ntemporaries", "measured\nmedian",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reason")
+    ordered = sorted(
+        (t for t in trials if t.status != "predicted" or t.origin.startswith("preset") or t.reason),
+        key=lambda t: (_ORDER[t.status], t.measured.median_s if t.measured else 0.0, _time(t)),
+    )
+    for t in ordered[:limit]:
+        predicted, compiled = t.predicted, t.compiled
+        table.add_row(
+            t.name,
+            t.constraints,
+            t.status,
+            seconds_text(predicted.time_s) if predicted else "",
+            bytes_text(predicted.peak_bytes) if predicted else "",
+            bytes_text(predicted.collective_bytes) if predicted else "",
+            bytes_text(t.partitioned.collective_bytes) if t.partitioned else "",
+            bytes_text(compiled.collective_bytes) if compiled else "",
+            bytes_text(compiled.peak_bytes) if compiled else "",
+            bytes_text(compiled.temp_bytes) if compiled else "",
+            f"{seconds_text(t.measured.median_s)} ({t.measured.rounds})" if t.measured else "",
+            t.reason.splitlines()[0][:70] if t.reason else "",
+        )
+    return table
+
+
+def _time(trial: Trial) -> float:
+    if trial.compiled is not None:
+        return trial.compiled.time_s
+    return trial.predicted.time_s if trial.predicted else float("inf")
+
+
+def collectives_text(collectives: Sequence[Collective]) -> str:
+    """Collectives on one line each."""
+    if not collectives:
+        return "  none"
+    return "\n".join(
+        f"  {c.kind} over {','.join(c.axes) or 'a group of no mesh axes'}: {c.count} of {bytes_text(c.bytes)} in all"
+        for c in collectives
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """The summary that `print(plan)` shows."""
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.axes.items())
+    winner = next((t for t in plan.trials if t.status == "winner"), None)
+    lines = [
+        f"plan of {plan.traced.program.name} on {mesh} ({plan.mesh.device_kind})",
+        f"rules ({'stated inside the function too' if plan.layout.inside else 'arguments and outputs only'}):",
+        *(f"  {rule}" for rule in plan.rules),
+    ]
+    if not plan.rules:
+        lines.append("  none: everything is replicated")
+    lines.append(f"verified: {plan.verified}")
+    if winner is not None and winner.compiled is not None:
+        lines += [
+            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; collectives of one call, bytes one device sends:",
+            collectives_text(winner.compiled.collectives),
+        ]
+    if winner is not None and winner.measured is not None:
+        lines.append(f"measured: median {seconds_text(winner.measured.median_s)} of {winner.measured.rounds} rounds")
+    lines += [f"note: {note}" for note in plan.notes]
+    specs = Table(title="specs", title_justify="left")
+    for name in ("leaf", "shape", "spec"):
+        specs.add_column(name, no_wrap=True)
+    inputs = plan.traced.program.body.inputs
+    for (path, spec), value in zip(plan.specs.items(), inputs, strict=True):
+        specs.add_row(path, f"{value.dtype}{list(value.shape)}", str(spec))
+    shown = [specs]
+    if plan.trials:
+        shown.append(trials_table(plan.trials))
+    return render("\n".join(lines), *shown, skipped_text(plan.skipped)).rstrip()
+
+
+def skipped_text(skipped: Iterable[Skipped]) -> str:
+    """Presets that make no sense, with the reason."""
+    return "\n".join(f"preset {s.name} skipped: {s.reason}" for s in skipped)
