@@ -1,0 +1,295 @@
+"""Hardware: the rates and links that predictions rest on, each number with its source.
+
+A device does `flops_per_s(dtype)` and moves `memory_bytes_per_s`; a mesh axis is a ring of `Link`s. Presets are
+datasheet numbers and published efficiencies: good enough to rank layouts, not to promise seconds. Numbers measured on
+the devices themselves go into a `Hardware` of one's own, kept as a JSON file (`save`, `load`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from autoshard.errors import HardwareError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects neighbours along a mesh axis.
+
+    Attributes:
+        alpha_s: Latency of one step of a collective, seconds, >= 0.
+        bytes_per_s: What one device sends along the ring, > 0; both directions together where a ring uses both.
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha_s) and self.alpha_s >= 0):
+            raise HardwareError(
+                f"Link.alpha_s is {self.alpha_s}; a latency is finite and >= 0 seconds. Use for example 1e-6."
+            )
+        _check_rate("Link.bytes_per_s", self.bytes_per_s, "9e10 (90 GB/s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device and how it is connected.
+
+    Attributes:
+        name: Name of the preset, or of one's own choice.
+        peak_flops_per_s: Peak rate by dtype name; `float32` must be there and serves every dtype not named. `float8`
+            and `int4` serve all their variants.
+        memory_bytes_per_s: Rate of the device's main memory.
+        memory_bytes: Its size.
+        link: The link of every mesh axis not in `links`.
+        links: Links of particular mesh axes.
+        efficiency: Share of the peak that real contractions reach, 0 < efficiency <= 1.
+        overlap: Share of the shorter of compute and communication that the longer one hides, 0 to 1.
+        source: Where the numbers come from.
+    """
+
+    name: str
+    peak_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link: Link
+    links: Mapping[str, Link] = field(default_factory=dict)
+    efficiency: float = 1.0
+    overlap: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"Hardware {self.name!r}"
+        if "float32" not in self.peak_flops_per_s:
+            raise HardwareError(
+                f"{where}: peak_flops_per_s names {sorted(self.peak_flops_per_s)}, but 'float32' is needed: it serves "
+                f"every dtype not named. Add 'float32'."
+            )
+        for dtype, rate in self.peak_flops_per_s.items():
+            _check_rate(f"{where}: peak_flops_per_s[{dtype!r}]", rate, "1e14")
+        _check_rate(f"{where}: memory_bytes_per_s", self.memory_bytes_per_s, "1e12")
+        _check_rate(f"{where}: memory_bytes", self.memory_bytes, f"{16 * GIB} (16 GiB)")
+        if not 0 < self.efficiency <= 1:
+            raise HardwareError(f"{where}: efficiency is {self.efficiency}; a share of the peak is above 0, at most 1.")
+        if not 0 <= self.overlap <= 1:
+            raise HardwareError(
+                f"{where}: overlap is {self.overlap}; it goes from 0 (nothing is hidden) to 1 (the shorter one is)."
+            )
+        for name in ("peak_flops_per_s", "links"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def flops_per_s(self, dtype: str) -> float:
+        """The rate that contractions of a dtype reach: peak times efficiency, flops/s.
+
+        >>> h100.flops_per_s("float8_e4m3fn") > h100.flops_per_s("bfloat16") > h100.flops_per_s("float32")
+        True
+        """
+        peaks = self.peak_flops_per_s
+        family = next((f for f in ("float8", "int4") if dtype.startswith(f)), dtype)
+        return peaks.get(dtype, peaks.get(family, peaks["float32"])) * self.efficiency
+
+    def link_for(self, mesh_axis: str) -> Link:
+        """The link of a mesh axis."""
+        return self.links.get(mesh_axis, self.link)
+
+    def with_links(self, links: Mapping[str, Link]) -> Hardware:
+        """The same device with other links for some mesh axes (a slow one between slices or hosts, say).
+
+        >>> h100.with_links({"hosts": Link(alpha_s=14e-6, bytes_per_s=5e10)}).link_for("hosts").bytes_per_s
+        50000000000.0
+        """
+        return replace(self, links={**self.links, **links})
+
+    def to_json(self) -> str:
+        """As JSON; `from_json` reads it back."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields |= {"peak_flops_per_s": dict(self.peak_flops_per_s), "links": dict(self.links)}
+        return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Hardware:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            HardwareError: If the text is not that, or a number in it is impossible.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise HardwareError(
+                f"this is no hardware description: {error}. Write one with Hardware(...).to_json()."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes it to a file, as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            HardwareError: If the file cannot be read or is no hardware description.
+        """
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except OSError as error:
+            raise HardwareError(f"cannot read hardware description {str(path)!r}: {error.strerror}.") from error
+        except HardwareError as error:
+            raise HardwareError(f"{path}: {error}") from error
+
+
+def _check_rate(name: str, value: float, example: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise HardwareError(f"{name} is {value}; it must be finite and above 0. Use for example {example}.")
+
+
+# TPU numbers: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs", tables of chips and of
+# ICI bandwidth (bidirectional: a ring uses both directions), and chapter "Sharded Matrices", "A note on ICI latency":
+# about 1 us a hop. jax multiplies float32 in bfloat16 by default on TPU (jax.default_matmul_precision): equal peaks.
+# Efficiency: PaLM (Chowdhery et al. 2022, section 4.1) reached a hardware FLOPs utilisation of 57.8 % on TPU v4.
+# Overlap: the same book bounds a step by max(T_math, T_comms) and T_math + T_comms; 0.5 is the middle, for want of a
+# measurement.
+_TPU = (
+    "peak, memory, ICI, 1 us a hop: 'How to Scale Your Model' (2025); efficiency: PaLM (2022) section 4.1, 57.8 % "
+    "hardware FLOPs utilisation; overlap: middle of the book's two bounds, not measured"
+)
+
+
+def _tpu(
+    name: str, bf16: float, int8: float, memory_bytes_per_s: float, gib: float, ici_bytes_per_s: float
+) -> Hardware:
+    return Hardware(
+        name=name,
+        peak_flops_per_s={"bfloat16": bf16, "float16": bf16, "float32": bf16, "int8": int8, "uint8": int8},
+        memory_bytes_per_s=memory_bytes_per_s,
+        memory_bytes=int(gib * GIB),
+        link=Link(alpha_s=1e-6, bytes_per_s=ici_bytes_per_s),
+        efficiency=0.578,
+        overlap=0.5,
+        source=_TPU,
+    )
+
+
+tpu_v4 = _tpu("tpu_v4", 2.75e14, 2.75e14, 1.2e12, 32, 9e10)
+tpu_v5p = _tpu("tpu_v5p", 4.59e14, 9.18e14, 2.8e12, 96, 1.8e11)
+# 15.75 of the 16 GiB: what the TPU compiler says is there ("exceeds available HBM (15.75G)").
+tpu_v5e = _tpu("tpu_v5e", 1.97e14, 3.94e14, 8.1e11, 15.75, 9e10)
+tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 32, 1.8e11)
+
+# GPUs: dense rates (no sparsity), SXM modules. XLA multiplies float32 in TF32 by default on these. NVLink: the
+# datasheets give both directions together; one device sends half of it. Step latency: NCCL's tuning table, ring over
+# NVLink with the Simple protocol, 3.4 us. These are the links inside one NVLink domain: use `with_links` for mesh axes
+# that leave it.
+_NCCL = "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not measured"
+
+a100 = Hardware(
+    name="a100",
+    peak_flops_per_s={
+        "bfloat16": 3.12e14,
+        "float16": 3.12e14,
+        "float32": 1.56e14,
+        "float64": 1.95e13,
+        "int8": 6.24e14,
+        "uint8": 6.24e14,
+    },
+    memory_bytes_per_s=2.039e12,
+    memory_bytes=80 * GIB,
+    link=Link(alpha_s=3.4e-6, bytes_per_s=3.0e11),
+    # Narayanan et al. (2021), table 1: up to 52 % of peak on 3072 A100.
+    efficiency=0.52,
+    overlap=0.5,
+    source=f"NVIDIA A100 datasheet, 80 GB SXM (600 GB/s NVLink); efficiency: Narayanan et al. (2021) table 1; {_NCCL}",
+)
+
+h100 = Hardware(
+    name="h100",
+    peak_flops_per_s={
+        "bfloat16": 9.89e14,
+        "float16": 9.89e14,
+        "float32": 4.94e14,
+        "float64": 6.7e13,
+        "float8": 1.979e15,
+        "int8": 1.979e15,
+        "uint8": 1.979e15,
+    },
+    memory_bytes_per_s=3.35e12,
+    memory_bytes=80 * GIB,
+    link=Link(alpha_s=3.4e-6, bytes_per_s=4.5e11),
+    # Llama 3 (2024), table 4: 38 to 43 % of the bfloat16 peak on 8,192 to 16,384 H100, communication included.
+    efficiency=0.43,
+    overlap=0.5,
+    source=f"NVIDIA H100 datasheet, SXM (900 GB/s NVLink); efficiency: Llama 3 (2024) table 4; {_NCCL}",
+)
+
+h200 = replace(
+    h100,
+    name="h200",
+    memory_bytes_per_s=4.8e12,
+    memory_bytes=int(141e9),
+    source=f"NVIDIA H200 datasheet, SXM (141 GB, 4.8 TB/s); all else as h100; {_NCCL}",
+)
+
+cpu = Hardware(
+    name="cpu",
+    peak_flops_per_s={"float32": 4.0e10},
+    memory_bytes_per_s=1.0e10,
+    memory_bytes=2 * GIB,
+    link=Link(alpha_s=15e-6, bytes_per_s=2.0e9),
+    efficiency=0.5,
+    overlap=0.0,
+    source="",
+)
+
+_PRESETS = (tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, a100, h100, h200, cpu)
+PRESETS: Mapping[str, Hardware] = MappingProxyType({hardware.name: hardware for hardware in _PRESETS})
+
+# How `jax.Device.device_kind` starts, in lower case, longest first; jax calls v5e "TPU v5 lite" and v6e "TPU v6 lite".
+_DEVICE_KINDS = (
+    ("tpu v5 lite", tpu_v5e),
+    ("tpu v5litepod", tpu_v5e),
+    ("tpu v6 lite", tpu_v6e),
+    ("nvidia a100", a100),
+    ("nvidia h100", h100),
+    ("nvidia h200", h200),
+    ("tpu v5e", tpu_v5e),
+    ("tpu v5p", tpu_v5p),
+    ("tpu v6e", tpu_v6e),
+    ("tpu v4", tpu_v4),
+    ("tpu v5", tpu_v5p),
+    ("cpu", cpu),
+)
+
+
+def hardware_for(name_or_device_kind: str) -> Hardware:
+    """The preset of this name, or of devices of this kind.
+
+    >>> hardware_for("h100").name, hardware_for("TPU v5 lite").name, hardware_for("NVIDIA H200").name
+    ('h100', 'tpu_v5e', 'h200')
+
+    Args:
+        name_or_device_kind: A preset's name, or what `jax.Device.device_kind` says.
+
+    Raises:
+        HardwareError: If there is no such preset.
+    """
+    wanted = name_or_device_kind.strip().lower()
+    if wanted in PRESETS:
+        return PRESETS[wanted]
+    for kind, hardware in _DEVICE_KINDS:
+        if wanted.startswith(kind):
+            return hardware
+    raise HardwareError(
+        f"hardware={name_or_device_kind!r} is not known; presets are {', '.join(PRESETS)}. Pass the preset that comes "
+        f"closest, or a Hardware(...) with numbers of your own: the time of a large matmul and of a large copy give "
+        f"peak_flops_per_s and memory_bytes_per_s, an all_gather of few and of many bytes give the link."
+    )
