@@ -4,8 +4,8 @@ Invariants:
 
 - only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded, sorted or gathered is
   another axis than the result's);
-- values that depend on no argument (iota, masks, tables) join nothing and have no axes: one mask used for two sequences
-  does not make them one;
+- values that depend on no argument (iota, masks, tables) join nothing: one mask used for two sequences does not make them
+  one; they are lent the axes of their first reader, because every device can make its own part;
 - dimensions of size 1 have no axis;
 - a scanned dimension never inherits an axis through a reshape: in `(B) -> (n_micro, b)` followed by a scan, b is the batch.
 """
@@ -21,7 +21,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
-from autoshard.program import Eqn, Program, Value
+from autoshard.program import Eqn, Flow, Program, Value
 
 NO_AXIS = -1
 
@@ -129,11 +129,13 @@ def logical_axes(program: Program, carry: Sequence[tuple[int, int]] = ()) -> Log
             numbers[int(labels[start + dim])] if size > 1 else NO_AXIS for dim, size in enumerate(value.shape)
         )
 
+    of_value = [axes_of(v) for v in program.values]
+    _lend(program, rules, constant, of_value)
     final_scanned = {numbers[int(labels[n])] for n in scanned_nodes if int(labels[n]) in numbers}
     return LogicalAxes(
         program=program,
         count=len(numbers),
-        of_value=tuple(axes_of(v) for v in program.values),
+        of_value=tuple(of_value),
         rules=tuple(rules),
         scanned=frozenset(final_scanned),
         constant=tuple(constant),
@@ -163,6 +165,40 @@ def _reshape(eqn: Eqn, labels: np.ndarray, first_node: np.ndarray, scanned: set[
     if not (skip_in or skip_out):
         return None
     return reshape_rule(operand.shape, result.shape, skip_in, skip_out)
+
+
+def _lend(
+    program: Program, rules: Sequence[DimRule], constant: Sequence[bool], of_value: list[tuple[int, ...]]
+) -> None:
+    """Lends each computed constant (zeros, masks) the axes of its first reader: every device makes just its own part.
+
+    Nothing is joined by that: another reader with other axes makes its own part as well. Captured arrays (constvars) are
+    whole on every device and get no axes.
+    """
+    made = {v.index for eqn in program.eqns if not eqn.bodies for v in eqn.outputs if constant[v.index]}
+
+    def lend(value: Value, axes: Sequence[int]) -> None:
+        if value.index in made and all(a == NO_AXIS for a in of_value[value.index]):
+            of_value[value.index] = tuple(
+                axis if size > 1 else NO_AXIS for axis, size in zip(axes, value.shape, strict=True)
+            )
+
+    for eqn in reversed(program.eqns):
+        for tie in eqn.ties:
+            if tie.flow is Flow.IN:
+                inner = of_value[tie.inner.index]
+                lend(tie.outer, ((NO_AXIS,) * tie.offset) + inner)
+                if constant[tie.inner.index]:
+                    made.add(tie.inner.index)
+        rule = rules[eqn.index]
+        axis_of: dict[int, int] = {}
+        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
+            for value, loops in zip(values, maps, strict=True):
+                for axis, loop in zip(of_value[value.index], loops, strict=True):
+                    if axis != NO_AXIS and rule.kinds[loop] is not LoopKind.WHOLE:
+                        axis_of[loop] = axis
+        for value, loops in zip(eqn.inputs, rule.operands, strict=True):
+            lend(value, [axis_of.get(loop, NO_AXIS) for loop in loops])
 
 
 def _constant(program: Program) -> list[bool]:

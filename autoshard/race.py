@@ -116,12 +116,12 @@ class Race:
             try:
                 candidate.built = build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
                 found = partition(candidate.built.lower(), self.prepared.request.mesh.axes)
-            except PartitionFailure as failure:
-                log.info("%s: not partitioned (%s)", candidate.trial.name, failure)
-                times[candidate.trial.key] = candidate.proposal.prediction.time_s
-                continue
             except Exception as error:
                 self._reject(candidate, f"lowering failed: {_one_line(error)}")
+                continue
+            if isinstance(found, PartitionFailure):
+                log.info("%s: not partitioned (%s)", candidate.trial.name, found.reason)
+                times[candidate.trial.key] = candidate.proposal.prediction.time_s
                 continue
             times[candidate.trial.key] = self.time_s(compute_s, found.ops)
             candidate.trial = replace(
