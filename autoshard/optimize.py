@@ -42,6 +42,7 @@ _SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 _UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
           **{f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}}  # fmt: skip
 PARTITIONED_PER_COMPILED = 2
+PRESETS_COMPILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,9 @@ def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
         (c for c in shortlist if c.trial.key in times),
         key=lambda c: (c.proposal.excess_bytes(race.budget_bytes), times[c.trial.key], c.proposal.prediction.time_s),
     )
-    chosen = _with_presets(ranked, effort.compiled, presets_at_least=min(3, effort.compiled))
+    known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
+    fresh = [c for c in ranked if c not in known]
+    chosen = known + _with_presets(fresh, max(0, effort.compiled - len(known)), presets_at_least=PRESETS_COMPILED)
     for candidate in chosen:
         race.compile(candidate)
     fitting = [c for c in chosen if c.trial.status != "rejected"]
@@ -224,7 +227,7 @@ def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
 def _with_presets(ranked: list[Candidate], count: int, presets_at_least: int) -> list[Candidate]:
     """The first `count` of a ranking, its last places given to the best presets where too few are among them."""
     chosen = ranked[:count]
-    missing = presets_at_least - sum(c.is_preset for c in chosen)
+    missing = min(presets_at_least, count) - sum(c.is_preset for c in chosen)
     for candidate in ranked[count:]:
         if missing <= 0:
             break

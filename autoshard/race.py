@@ -131,9 +131,11 @@ class Race:
             )
         return times
 
-    def compile(self, candidate: Candidate) -> None:
-        """Compiles one candidate, unless the study already holds its outcome."""
+    def compile(self, candidate: Candidate, *, to_run: bool = False) -> None:
+        """Compiles one candidate; where the study already holds its evidence, only if it is needed `to_run`."""
         if candidate.trial.status == "rejected" or candidate.compiled is not None:
+            return
+        if candidate.trial.compiled is not None and not to_run:
             return
         trial = candidate.trial
         self.progress.doing(f"compiling {trial.name}")
@@ -171,7 +173,10 @@ class Race:
 
     def verify(self, candidate: Candidate) -> None:
         """Compares a compiled candidate's outputs with the unsharded function; a mismatch rejects it."""
-        if candidate.compiled is None or candidate.trial.verified is not None or self.reference_failure:
+        if candidate.trial.status == "rejected" or candidate.trial.verified is not None or self.reference_failure:
+            return
+        self.compile(candidate, to_run=True)
+        if candidate.compiled is None:
             return
         self.progress.doing(f"verifying {candidate.trial.name}")
         if self.reference is None:
@@ -205,7 +210,7 @@ class Race:
         if all(c.trial.measured is not None for c in candidates):
             return
         for candidate in candidates:
-            self.compile(candidate)
+            self.compile(candidate, to_run=True)
         by_name = {c.trial.name: c for c in candidates if c.compiled is not None}
         presets = [c.trial.name for c in candidates if c.is_preset]
         while by_name:

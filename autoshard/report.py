@@ -6,16 +6,18 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from autoshard.evidence import Collective
+from autoshard.table import Leaf, SpecTable, spec_from_entry
 from autoshard.trial import Skipped, Trial
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
 
-WIDTH = 150
+WIDTH = 176
 _ORDER = {"winner": 0, "measured": 1, "compiled": 2, "partitioned": 3, "predicted": 4, "rejected": 5}
 
 
@@ -130,12 +132,11 @@ def plan_text(plan: Plan) -> str:
     if winner is not None and winner.measured is not None:
         lines.append(f"measured: median {seconds_text(winner.measured.median_s)} of {winner.measured.rounds} rounds")
     lines += [f"note: {note}" for note in plan.notes]
-    specs = Table(title="specs", title_justify="left")
-    for name in ("leaf", "shape", "spec"):
-        specs.add_column(name, no_wrap=True)
     inputs = plan.traced.program.body.inputs
-    for (path, spec), value in zip(plan.specs.items(), inputs, strict=True):
-        specs.add_row(path, f"{value.dtype}{list(value.shape)}", str(spec))
+    specs = _specs_table(
+        (path, f"{value.dtype}{list(value.shape)}", str(spec))
+        for (path, spec), value in zip(plan.specs.items(), inputs, strict=True)
+    )
     shown = [specs]
     if plan.trials:
         shown.append(trials_table(plan.trials))
@@ -145,3 +146,31 @@ def plan_text(plan: Plan) -> str:
 def skipped_text(skipped: Iterable[Skipped]) -> str:
     """Presets that make no sense, with the reason."""
     return "\n".join(f"preset {s.name} skipped: {s.reason}" for s in skipped)
+
+
+def table_text(table: SpecTable) -> str:
+    """A spec table for people."""
+    mesh = ", ".join(f"{name}={size}" for name, size in table.mesh.axes.items())
+    where = "stated inside the function too" if table.constraints == "anchors" else "arguments and outputs only"
+    lines = [
+        f"plan of {table.function} on {mesh}, written with jax {table.versions.get('jax')}",
+        f"rules ({where}):",
+        *(f"  {rule}" for rule in table.rules or ["none: everything is replicated"]),
+        f"verified: {table.verified}",
+    ]
+    specs = _specs_table((p, f"{leaf.dtype}{leaf.shape}", _spec_text(leaf)) for p, leaf in table.inputs.items())
+    trials = [msgspec.convert(record, Trial) for record in table.evidence]
+    return render("\n".join(lines), specs, *([trials_table(trials)] if trials else [])).rstrip()
+
+
+def _spec_text(leaf: Leaf) -> str:
+    return str(spec_from_entry(leaf.spec)).replace("PartitionSpec", "P")
+
+
+def _specs_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    specs = Table(title="specs", title_justify="left")
+    for name in ("leaf", "shape", "spec"):
+        specs.add_column(name, no_wrap=True)
+    for row in rows:
+        specs.add_row(*row)
+    return specs

@@ -370,7 +370,12 @@ class Predictor:
         return min((self.hardware.link_for(a) for a in axes), key=lambda link: link.bytes_per_s)
 
     def _move_s(self, move: _Move) -> float:
-        return collective_s(move.kind, move.full_bytes, self._link(move.axes), self._devices(move.axes))
+        return self.collective_s(move.kind, move.axes, move.full_bytes, self._devices(move.axes))
+
+    def collective_s(self, kind: str, axes: Sequence[str], full_bytes: int, group_size: int) -> float:
+        """Seconds of one collective over these mesh axes (all links where they are unknown)."""
+        link = self._link(tuple(axes) or tuple(self.problem.mesh_axes))
+        return collective_s(kind, full_bytes, link, group_size)
 
     def _summarise(self, moves: Mapping[_Move, float]) -> tuple[Collective, ...]:
         counts: Counter[tuple[str, tuple[str, ...]]] = Counter()

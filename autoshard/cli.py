@@ -1,0 +1,147 @@
+"""The command line. Exit codes: 0 ok, 1 no feasible plan or a failed check, 2 usage; one line on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+
+from autoshard.errors import ArgumentError, AutoshardError, NoFeasiblePlanError, SearchFailedError
+from autoshard.factory import call_factory
+from autoshard.optimize import Effort, optimize
+from autoshard.plan import Plan
+from autoshard.report import table_text
+from autoshard.table import SpecTable
+
+app = typer.Typer(
+    name="autoshard",
+    help="Searches for the layout of a JAX function on a mesh.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+FACTORY = "pkg.module:factory (or file.py:factory) that returns (fn, example_args) or a dict of optimize's arguments"
+
+
+@app.callback()
+def common(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options of every command."""
+    context.obj = debug
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, stream=sys.stderr)
+
+
+@app.command()
+def search(
+    factory: Annotated[str, typer.Argument(help=FACTORY)],
+    mesh: Annotated[str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
+    storage: Annotated[str | None, typer.Option(help="Journal file or Optuna storage URL; the study resumes.")] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study in the storage.")] = None,
+    memory_budget: Annotated[str | None, typer.Option(help="Per device, such as 16GiB.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Preset, or a file written by calibration.")] = None,
+    compiled: Annotated[int, typer.Option(help="Candidates to compile.")] = Effort().compiled,
+    measured: Annotated[int, typer.Option(help="Candidates to measure.")] = Effort().measured,
+    seconds: Annotated[float | None, typer.Option(help="Stop measuring after this long.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Searches, and prints the plan."""
+    use_cpu_devices(cpu_devices)
+    arguments = call_factory(factory)
+    chosen: dict[str, Any] = {
+        "mesh": mesh, "memory_budget_bytes": memory_budget, "hardware": hardware, "storage": storage, "study": study,
+    }  # fmt: skip
+    arguments |= {key: value for key, value in chosen.items() if value is not None}
+    if "mesh" not in arguments:
+        raise ArgumentError("no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one.")
+    arguments.setdefault("effort", Effort(compiled, min(measured, compiled), seconds))
+    arguments |= {"seed": seed, "progress": not quiet}
+    try:
+        plan = optimize(**arguments)
+    except TypeError as error:
+        if "unexpected keyword argument" in str(error) and "optimize" in str(error):
+            raise ArgumentError(f"{factory}: the factory gives what optimize does not take: {error}") from None
+        raise
+    if out is not None:
+        plan.table.save(out)
+    print(json.dumps(plan_json(plan), indent=1) if as_json else str(plan))
+
+
+@app.command()
+def show(
+    table: Annotated[Path, typer.Argument(help="A spec table.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Prints a spec table for people."""
+    loaded = SpecTable.load(table)
+    print(loaded.dumps() if as_json else table_text(loaded))
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """What `search --json` prints: the answer, and a record of every trial."""
+    return {
+        "function": plan.traced.program.name,
+        "mesh": dict(plan.mesh.axes),
+        "rules": [str(rule) for rule in plan.rules],
+        "constraints": "anchors" if plan.layout.inside else "arguments",
+        "verified": {"ok": plan.verified.ok, "reason": plan.verified.reason},
+        "specs": {path: leaf.spec for path, leaf in plan.table.inputs.items()},
+        "notes": list(plan.notes),
+        "skipped": [{"name": s.name, "reason": s.reason} for s in plan.skipped],
+        "trials": [trial.to_dict() for trial in plan.trials],
+    }
+
+
+def use_cpu_devices(count: int | None) -> None:
+    """Makes this process see `count` CPU devices and nothing else; must come before the first use of a device."""
+    if count is None:
+        return
+    if count < 1:
+        raise ArgumentError(f"--cpu-devices {count}: it must be at least 1.")
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise ArgumentError(f"--cpu-devices {count}: jax already started its devices ({error}).") from None
+
+
+def main() -> None:
+    """Entry point of the `autoshard` command."""
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=False)
+    except (NoFeasiblePlanError, SearchFailedError) as error:
+        _fail(error, 1, debug)
+    except AutoshardError as error:
+        _fail(error, 2, debug)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's own usage errors
+            print(f"autoshard: {error.format_message()}", file=sys.stderr)
+            sys.exit(2)
+        raise
+
+
+def _fail(error: AutoshardError, code: int, debug: bool) -> None:
+    if debug:
+        raise error
+    print(f"autoshard: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`pkg.module:factory`: what the command line searches for. Imported only from where the person says."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autoshard.errors import FactoryError
+
+
+def load_factory(where: str) -> Callable[[], Any]:
+    """Imports `pkg.module:factory` (from the current directory too) or `path/to/file.py:factory`.
+
+    Raises:
+        FactoryError: If the module or the factory does not exist, or importing it fails.
+    """
+    module_name, colon, name = where.rpartition(":")
+    if not colon or not module_name or not name:
+        raise FactoryError(f"{where!r} is no factory. Write pkg.module:factory, or path/to/file.py:factory.")
+    try:
+        module = _module(module_name)
+    except FactoryError:
+        raise
+    except Exception as error:
+        raise FactoryError(f"{where}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise FactoryError(f"{where}: {module_name} has no function {name!r}. It has {', '.join(public[:10]) or 'none'}.")
+    return factory
+
+
+def _module(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        path = Path(name)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise FactoryError(f"{name}: no such file.")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise FactoryError(
+                f"no module {error.name!r} can be imported from {Path.cwd()} or the environment. "
+                f"Run from the directory that holds it, or install it."
+            ) from error
+        raise
+
+
+def call_factory(where: str) -> dict[str, Any]:
+    """The arguments of `optimize` that a factory gives.
+
+    Raises:
+        FactoryError: If it fails, or returns neither `(fn, example_args)` nor a mapping with both.
+    """
+    factory = load_factory(where)
+    try:
+        made = factory()
+    except Exception as error:
+        raise FactoryError(f"{where}: the factory failed: {type(error).__name__}: {error}") from error
+    if isinstance(made, Mapping):
+        arguments = dict(made)
+    elif isinstance(made, tuple) and len(made) == 2:
+        arguments = {"fn": made[0], "example_args": made[1]}
+    else:
+        arguments = {}
+    if not {"fn", "example_args"} <= set(arguments):
+        raise FactoryError(
+            f"{where}: the factory returned {type(made).__name__}; return (fn, example_args), "
+            f"or a dict of optimize's arguments with at least these two."
+        )
+    return arguments
