@@ -153,9 +153,10 @@ def _check_rate(name: str, value: float, example: str) -> None:
         raise HardwareError(f"{name} is {value}; it must be finite and above 0. Use for example {example}.")
 
 
-# TPU numbers: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs", tables of chips and of
-# ICI bandwidth (bidirectional: a ring uses both directions), and chapter "Sharded Matrices", "A note on ICI latency":
-# about 1 us a hop. jax multiplies float32 in bfloat16 by default on TPU (jax.default_matmul_precision): equal peaks.
+# TPU numbers: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs", tables of chips and
+# of ICI bandwidth (bidirectional: a ring uses both directions), and chapter "Sharded Matrices", "A note on ICI
+# latency": about 1 us a hop. jax multiplies float32 in bfloat16 by default on TPU (jax.default_matmul_precision), hence
+# equal peaks.
 # Efficiency: PaLM (Chowdhery et al. 2022, section 4.1) reached a hardware FLOPs utilisation of 57.8 % on TPU v4.
 # Overlap: the same book bounds a step by max(T_math, T_comms) and T_math + T_comms; 0.5 is the middle, for want of a
 # measurement.
@@ -239,6 +240,13 @@ h200 = replace(
     source=f"NVIDIA H200 datasheet, SXM (141 GB, 4.8 TB/s); all else as h100; {_NCCL}",
 )
 
+# Fake CPU devices (`jax_num_cpu_devices`) share the cores, so these are rates per device while all 8 work, and "links"
+# are copies through memory. Measured by `make bench` (tests/cost_model/test_cpu_preset.py) on 2026-11-29, 8 devices on
+# 2 cores, jax 0.10.2: matmuls of 128 to 512 rows 3.5e10 to 4.9e10 flops/s; streaming 1 to 16 MiB 0.9e10 to 1.8e10
+# bytes/s; all_gather and all_reduce of few bytes over 2, 4, 8 devices 8 to 40 us a step (fewer for more devices); of 1
+# to 4 MiB 0.9e9 to 5e9 bytes/s. Efficiency: what is left of the matmul rate in the train step of
+# examples/transformer.py, whose matmuls are smaller. Overlap: the collectives of XLA:CPU block. Memory: 24 GiB for 8
+# devices and the rest of the system.
 cpu = Hardware(
     name="cpu",
     peak_flops_per_s={"float32": 4.0e10},
@@ -247,7 +255,7 @@ cpu = Hardware(
     link=Link(alpha_s=15e-6, bytes_per_s=2.0e9),
     efficiency=0.5,
     overlap=0.0,
-    source="",
+    source="measured 2026-11-29 with `make bench`: 8 fake devices on 2 cores, jax 0.10.2; rates per device, all busy",
 )
 
 _PRESETS = (tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, a100, h100, h200, cpu)
