@@ -9,9 +9,10 @@ budget of 1,024 bytes per device. By hand, in float32:
     outputs     w1 512, w2 256, loss 4                        replicated 772   split 192 + 4 = 196
 
 so replication is far over the budget before a single temporary (the compiler says 1,948 bytes with them on jax 0.12).
-At this size it would win without a budget: computing everything everywhere is faster than any collective. The batch of 2 does not divide over 4 devices; of what is left,
-splitting the hidden dimension (16) is the layout that moves least: the forward pass sums the partial predictions, 2 x 4
-float32 = 32 bytes, and the backward pass moves nothing, because every device has what its own weights need.
+At this size it would win without a budget: computing everything everywhere is faster than any collective. The batch of
+2 does not divide over 4 devices; of what is left, splitting the hidden dimension (16) is the layout that moves least:
+the forward pass sums the partial predictions, 2 x 4 float32 = 32 bytes, and the backward pass moves nothing, because
+every device has what its own weights need.
 """
 
 from __future__ import annotations

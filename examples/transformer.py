@@ -29,6 +29,7 @@ MESH_SHAPE = {"data": 4, "model": 2}
 STEPS = 30
 RELATIVE_TOLERANCE = 1e-5  # float32, sums in another order
 TABLE = Path("specs/transformer.json")
+EFFORT = autoshard.Effort(compiled=14, measured=7)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def main() -> int:
     print(f"{count:,} parameters, {len(text()):,} bytes of text, mesh {MESH_SHAPE}, jax {jax.__version__}\n")
 
     start = time.perf_counter()
-    plan = autoshard.optimize(mesh=mesh, **arguments)
+    plan = autoshard.optimize(mesh=mesh, effort=EFFORT, **arguments)
     print(plan)
     TABLE.parent.mkdir(exist_ok=True)
     plan.table.save(TABLE)
