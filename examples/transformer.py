@@ -183,7 +183,6 @@ def main() -> int:
     start = time.perf_counter()
     plan = autoshard.optimize(mesh=mesh, effort=EFFORT, **arguments)
     print(plan)
-    TABLE.parent.mkdir(exist_ok=True)
     plan.table.save(TABLE)
     print(f"\nsearched in {time.perf_counter() - start:.0f} s; spec table saved to {TABLE}\n")
 
