@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from autoshard.errors import ArgumentError
 from autoshard.signature import Call
 from autoshard.trace import Traced
@@ -72,6 +74,8 @@ def matching_state(traced: Traced, *, donated_only: bool) -> tuple[tuple[int, in
     for _, treedef, leaves in _arguments(call):
         if not leaves or (donated_only and not all(call.donated[i] for i in leaves)):
             continue
+        if not donated_only and jax.tree_util.treedef_is_leaf(treedef):
+            continue  # a bare array that comes back with its shape is as likely an activation (a residual block)
         for _, out_treedef, out_leaves in _results(traced):
             if treedef != out_treedef or len(leaves) != len(out_leaves) or taken & set(out_leaves):
                 continue

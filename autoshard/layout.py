@@ -4,8 +4,9 @@ An axis rule sends a role to a mesh axis. For each array the rules are tried in 
 dimension of its role if its mesh axis is still unused in this array and divides what is left of the dimension. The same
 first-fit over the *loops* of an equation says how the work itself is split.
 
-A dimension whose rule finds the mesh axis unused but not dividing is *open*: inside the function it is left to the
-partitioner (`PartitionSpec.UNCONSTRAINED`) and never pinned replicated.
+Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes that axis, the dimensions
+that no rule split are *open*: inside the function they are left to the partitioner (`PartitionSpec.UNCONSTRAINED`), which
+may split the axis into factors, and never pinned replicated.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def first_fit(roles: Sequence[int], sizes: Sequence[int], rules: Iterable[_Bound
     spec: list[tuple[str, ...]] = [()] * len(sizes)
     left = list(sizes)
     used: set[str] = set()
-    misfits: set[int] = set()
+    misfits: dict[str, list[int]] = {}
     for rule in rules:
         if rule.mesh_axis in used or rule.role not in roles or (rule.optimizer and not optimizer):
             continue
@@ -124,8 +125,11 @@ def first_fit(roles: Sequence[int], sizes: Sequence[int], rules: Iterable[_Bound
             left[dim] //= rule.size
             used.add(rule.mesh_axis)
         else:
-            misfits.update(dims)
-    return Fit(tuple(spec), frozenset(misfits))
+            misfits.setdefault(rule.mesh_axis, []).extend(dims)
+    unplaced = {dim for axis, dims in misfits.items() if axis not in used for dim in dims}
+    if unplaced:  # the partitioner may give the mesh axis, or a factor of it, to any dimension that no rule split
+        unplaced = {dim for dim, axes in enumerate(spec) if not axes}
+    return Fit(tuple(spec), frozenset(unplaced))
 
 
 Signature = tuple[tuple[int, ...], tuple[int, ...], bool]

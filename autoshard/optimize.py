@@ -42,7 +42,6 @@ _SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 _UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
           **{f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}}  # fmt: skip
 PARTITIONED_PER_COMPILED = 2
-PRESETS_COMPILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +173,17 @@ def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
         if not fitting:
             raise _infeasible(race, proposals, compiled=False)
         return fitting[0]
-    shortlist = _shortlist(hopeful, PARTITIONED_PER_COMPILED * effort.compiled)
+    shortlist = _shortlist(_distinct(hopeful), PARTITIONED_PER_COMPILED * effort.compiled)
     race.progress.say(f"partitioning {len(shortlist)} candidates")
     times = race.partition(shortlist)
     ranked = sorted(
         (c for c in shortlist if c.trial.key in times),
         key=lambda c: (c.proposal.excess_bytes(race.budget_bytes), times[c.trial.key], c.proposal.prediction.time_s),
     )
+    ranked = _distinct(ranked)
     known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
     fresh = [c for c in ranked if c not in known]
-    chosen = known + _with_presets(fresh, max(0, effort.compiled - len(known)), presets_at_least=PRESETS_COMPILED)
+    chosen = known + _with_presets(fresh, max(0, effort.compiled - len(known)), presets_at_least=effort.compiled // 2)
     for candidate in chosen:
         race.compile(candidate)
     fitting = [c for c in chosen if c.trial.status != "rejected"]
@@ -203,7 +203,7 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
     """Verifies and measures the best few; the fastest correct one, ties within noise by prediction."""
     left = list(fitting)
     while left:
-        chosen = _with_presets(left, effort.measured, presets_at_least=1)
+        chosen = _with_presets(left, effort.measured, presets_at_least=max(1, effort.measured // 2))
         for candidate in chosen:
             race.verify(candidate)
         rejected = [c for c in chosen if c.trial.status == "rejected"]
@@ -216,6 +216,20 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
             return race.fastest(measured)
         left = [c for c in left if c not in chosen]
     raise _all_rejected(race)
+
+
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
+    """Without those that differ from an earlier one in nothing that any evidence so far can see."""
+    seen: set[object] = set()
+    kept = []
+    for candidate in candidates:
+        layout, trial = candidate.layout, candidate.trial
+        moved = candidate.proposal.prediction.collectives if trial.partitioned is None else trial.partitioned.collectives
+        looks = (trial.constraints, layout.input_specs(), layout.output_specs(), moved)
+        if looks not in seen or candidate.is_preset:
+            kept.append(candidate)
+        seen.add(looks)
+    return kept
 
 
 def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
@@ -395,7 +409,7 @@ def apply(
         problem = _pin_table(layout, prepared, Layout(problem, rules, inside))
         reason = f"apply runs nothing; the table says {layout.verified}"
     elif isinstance(layout, str):
-        rules = _preset_rules(layout, problem)
+        rules = _preset_rules(layout, prepared)
     else:
         rules = tuple(map(_as_rule, layout))
     return Plan(
@@ -422,8 +436,10 @@ def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
     raise RuleError(f"{rule!r} is no axis rule. Use 'role->mesh axis', a pair (role, mesh axis) or an AxisRule.")
 
 
-def _preset_rules(name: str, problem: Problem) -> tuple[AxisRule, ...]:
-    made, skipped = presets(problem)
+def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
+    anything = hardware_for("cpu")  # only bytes are asked for, and they are the same on any hardware
+    predictor = Predictor(prepared.problem, anything, prepared.traced.call.donated)
+    made, skipped = presets(prepared.problem, predictor.sent_bytes)
     for preset in made:
         if preset.name == name:
             return preset.rules

@@ -28,6 +28,9 @@ from autoshard.trial import PartitionedEvidence, Predicted, Trial
 
 log = logging.getLogger("autoshard")
 
+NOISE = 1.05
+"""Medians within this ratio count as equally fast, as do those whose bootstrap interval holds 1."""
+
 FAR = 2.0
 """Prediction alone prunes a candidate only beyond this multiple of the memory budget."""
 
@@ -238,15 +241,17 @@ class Race:
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate:
         """The fastest by the clock; those within noise of it are ordered by prediction, then canonical form."""
-        clock = {c.trial.key: c.trial.measured for c in candidates if c.trial.measured is not None}
-        ordered = sorted(candidates, key=lambda c: clock[c.trial.key].median_s)
-        best = clock[ordered[0].trial.key]
-        tied = [
-            c
-            for c in ordered
-            if c is ordered[0] or ratio_interval(clock[c.trial.key].seconds, best.seconds).low <= 1.0
-        ]
-        return min(tied, key=lambda c: (c.trial.compiled.time_s if c.trial.compiled else 0.0, c.trial.key))
+        seconds = {c.trial.key: c.trial.measured.seconds for c in candidates if c.trial.measured is not None}
+
+        def no_slower(mine: Candidate, other: Candidate) -> bool:
+            interval = ratio_interval(seconds[mine.trial.key], seconds[other.trial.key])
+            return interval.ratio <= NOISE or interval.low <= 1.0
+
+        tied = [c for c in candidates if all(no_slower(c, other) for other in candidates if other is not c)]
+        return min(
+            tied or candidates[:1],
+            key=lambda c: (c.trial.compiled.time_s if c.trial.compiled else 0.0, c.trial.key),
+        )
 
     def _inputs_fit(self, candidates: Sequence[Candidate]) -> bool:
         memory = self.budget_bytes or self.predictor.hardware.memory_bytes

@@ -256,6 +256,10 @@ class Predictor:
             collective_bytes=sum(c.bytes for c in collectives),
         )
 
+    def sent_bytes(self, rules: tuple[AxisRule, ...]) -> int:
+        """Predicted collective bytes of a rule list."""
+        return self.predict(Layout(self.problem, rules)).collective_bytes
+
     def _work_cost(self, layout: Layout, work: _Work) -> _Cost:
         fit = layout.work(work.eqn)
         cost = _Cost()

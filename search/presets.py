@@ -3,7 +3,8 @@
 Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has; the residual axis is
 the parameter axis that most parameter bytes have (FSDP's usual choice); the inner axes (heads, mlp, vocabulary) are the
 other parameter axes, picked greedily until every large parameter is covered (Megatron's pairing: column split, then row
-split, because both weights share the inner axis).
+split, because both weights share the inner axis). In a network of one block the hidden axis is the one that most bytes
+have; of the two readings the one whose tensor parallelism sends fewer bytes is taken.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class Parts:
         batch: Brought by the data, in no parameter.
         residual: The parameter axes that together cover all parameters, widest first; the first is the residual axis.
         inner: Parameter axes other than the residual one, one per weight, in order of the bytes they cover.
+        paired: The same with the residual axis among them, for networks of one block.
         sequence: The next axis after the batch that most activations have and no parameter has.
     """
 
     batch: str | None
     residual: tuple[str, ...]
     inner: tuple[str, ...]
+    paired: tuple[str, ...]
     sequence: str | None
 
 
@@ -109,10 +112,12 @@ def find_parts(problem: Problem) -> Parts:
     total = sum(v.bytes for v in facts.parameters)
     large = [v for v in facts.parameters if v.bytes >= LARGE * total]
     inner = _cover(facts, rest, large, prefer_batched=True)
+    paired = _cover(facts, [r for r in in_parameters if facts.fits(r, sizes)], large, prefer_batched=True)
     return Parts(
         batch=None if batch is None else names[batch],
         residual=tuple(names[r] for r in cover),
         inner=tuple(names[r] for r in inner),
+        paired=tuple(names[r] for r in paired),
         sequence=None if sequence is None else names[sequence],
     )
 
@@ -137,8 +142,15 @@ def _cover(facts: _Facts, roles: list[int], values: list[Value], *, prefer_batch
         left = [v for v in left if best not in facts.roles(v)]
 
 
-def presets(problem: Problem) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
-    """The presets that make sense for a problem, and those that do not, with the reason."""
+def presets(
+    problem: Problem, sent_bytes: Callable[[tuple[AxisRule, ...]], int]
+) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
+    """The presets that make sense for a problem, and those that do not, with the reason.
+
+    Args:
+        problem: The problem.
+        sent_bytes: Predicted collective bytes of a rule list; decides which axes tensor parallelism splits.
+    """
     parts = find_parts(problem)
     axes = [name for name, size in problem.mesh_axes.items() if size > 1]
     model = axes[-1:] if axes else []
@@ -153,11 +165,17 @@ def presets(problem: Problem) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
     def batch(over: Iterable[str]) -> tuple[AxisRule, ...]:
         return rules([] if parts.batch is None else [parts.batch], over)
 
+    def tensor_parallel(roles: tuple[str, ...]) -> tuple[AxisRule, ...]:
+        return (batch(data) if len(axes) > 1 else ()) + rules(roles, model)
+
+    readings = [roles for roles in (parts.inner, parts.paired) if roles]
+    inner = min(readings, key=lambda roles: sent_bytes(tensor_parallel(roles)), default=())
+    residual = tuple(r for r in parts.residual if r not in inner) or parts.residual
     has_optimizer = Group.OPTIMIZER in problem.groups.of_input
     no_mesh = "no mesh axis has more than one device" if not axes else ""
     no_batch = "" if parts.batch else "no axis comes with the data alone (no batch) that a mesh axis divides"
     no_parameters = "" if parts.residual else "no parameter has a dimension that a mesh axis divides"
-    no_inner = "" if parts.inner else "no parameter has a second dimension that a mesh axis divides"
+    no_inner = "" if inner else "no large parameter has a dimension that a mesh axis divides"
     no_optimizer = "" if has_optimizer else "no argument is optimizer state"
     no_sequence = "" if parts.sequence else "activations have no further axis that no parameter has"
     no_second = "" if len(axes) > 1 else "it needs two mesh axes"
@@ -170,15 +188,15 @@ def presets(problem: Problem) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
         "fsdp": (no_mesh or no_parameters, lambda: batch(axes) + rules(parts.residual, axes)),
         "tp": (
             no_mesh or no_inner,
-            lambda: (batch(data) if len(axes) > 1 else ()) + rules(parts.inner, model),
+            lambda: tensor_parallel(inner),
         ),
         "fsdp+tp": (
             no_mesh or no_second or no_inner or no_parameters,
-            lambda: batch(data) + rules(parts.inner, model) + rules(parts.residual, data),
+            lambda: batch(data) + rules(inner, model) + rules(residual, data),
         ),
         "tp+sequence": (
             no_mesh or no_inner or no_sequence,
-            lambda: (batch(data) if len(axes) > 1 else ()) + rules((*parts.inner, str(parts.sequence)), model),
+            lambda: tensor_parallel((*inner, str(parts.sequence))),
         ),
     }
     for name, (why_not, recipe) in recipes.items():

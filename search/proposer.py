@@ -94,15 +94,14 @@ def propose(
     Returns:
         Distinct layouts, best first.
     """
-    named, skipped = presets(problem)
+    named, skipped = presets(problem, predictor.sent_bytes)
     parts = find_parts(problem)
     has_optimizer = any(p.name == "zero1" for p in named)
     space = make_space(problem, parts.residual if has_optimizer else ())
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=20)
     study = open_study(storage, study_name, {**identity, "space": repr(sorted(space.parameters()))}, sampler)
     search = _Search(problem, predictor, space, study, budget_bytes)
-    for preset in named:
-        search.preset(preset)
+    same = [Skipped(p.name, f"here it is the same layout as {first}") for p in named if (first := search.preset(p)) != p.name]
     search.replay()
     for start in search.best(3):
         search.descend(start)
@@ -113,7 +112,7 @@ def propose(
                 on_progress(done + 1, asks)
         for start in search.best(2):
             search.descend(start)
-    return Proposals(search.ranked(), skipped, Evidence(study), search.evaluations)
+    return Proposals(search.ranked(), (*skipped, *same), Evidence(study), search.evaluations)
 
 
 class _Search:
@@ -140,12 +139,13 @@ class _Search:
         self._count += len(self._found) - before
         return proposal
 
-    def preset(self, preset: Preset) -> None:
-        """Evaluates a preset and enqueues it where the space can express it."""
+    def preset(self, preset: Preset) -> str:
+        """Evaluates a preset and enqueues it where the space can express it; the name its layout has."""
         proposal = self._evaluate(preset.rules, preset.name, f"preset:{preset.name}")
         point = self._space.encode(preset.rules)
         if point is not None:
             self._record(point, proposal)
+        return proposal.name
 
     def _record(self, point: Point, proposal: Proposal) -> None:
         self._study.enqueue_trial(dict(point), skip_if_exists=True)

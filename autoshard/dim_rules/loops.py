@@ -75,17 +75,12 @@ class Loops:
         """
         kinds = list(self._kinds)
 
+        def own_loop() -> int:
+            kinds.append(LoopKind.WHOLE)
+            return len(kinds) - 1
+
         def complete(table: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-            rows = []
-            for row in table:
-                full = []
-                for loop in row:
-                    if loop == _UNSTATED:
-                        loop = len(kinds)
-                        kinds.append(LoopKind.WHOLE)
-                    full.append(loop)
-                rows.append(tuple(full))
-            return tuple(rows)
+            return tuple(tuple(own_loop() if loop == _UNSTATED else loop for loop in row) for row in table)
 
         operands, results = complete(self._operand_loops), complete(self._result_loops)
         return DimRule(tuple(kinds), operands, results, combine)

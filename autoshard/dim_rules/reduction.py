@@ -45,7 +45,7 @@ def reduce_axes(eqn: Eqn) -> DimRule:
 
 
 def arg_reduce(eqn: Eqn) -> DimRule:
-    """argmax and argmin: the searched dimension is WHOLE, since partial results do not combine without the values."""
+    """Argmax and argmin: the searched dimension is WHOLE, since partial results do not combine without the values."""
     loops = Loops.of(eqn)
     _keep(loops, 1, ints(eqn.params["axes"]))
     return loops.rule()
@@ -86,7 +86,7 @@ def _monoid(jaxpr: Any, count: int) -> str | None:
 
 
 def scan_axis(eqn: Eqn) -> DimRule:
-    """cumsum and its like: the dimension scanned is WHOLE, the others pass."""
+    """Cumsum and its like: the dimension scanned is WHOLE, the others pass."""
     loops = Loops.of(eqn)
     axis = int(eqn.params["axis"])
     for dim in range(len(loops.operands[0])):

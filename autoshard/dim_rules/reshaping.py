@@ -77,14 +77,17 @@ def reshape_rule(
             loops.add(LoopKind.PASS, [(0, dim)], [(0, dim)])
         return loops.rule()
     for dims_in, dims_out in groups_of_equal_size(in_shape, out_shape):
-        if len(dims_in) > 1 or len(dims_out) > 1:
-            dims_in = [dim for dim in dims_in if dim not in skip_in][:1]
-            dims_out = [dim for dim in dims_out if dim not in skip_out][:1]
-        for i, j in zip(dims_in, dims_out, strict=False):
-            a, b = in_shape[i], out_shape[j]
-            if a % b == 0 or b % a == 0:
-                loops.add(LoopKind.PASS, [(0, i)], [(0, j)])
+        unchanged = len(dims_in) == len(dims_out) == 1
+        i = next((dim for dim in dims_in if unchanged or dim not in skip_in), None)
+        j = next((dim for dim in dims_out if unchanged or dim not in skip_out), None)
+        if i is not None and j is not None and _multiples(in_shape[i], out_shape[j]):
+            loops.add(LoopKind.PASS, [(0, i)], [(0, j)])
     return loops.rule()
+
+
+def _multiples(a: int, b: int) -> bool:
+    """Whether one of two sizes is a multiple of the other."""
+    return a % b == 0 or b % a == 0
 
 
 def reshape(eqn: Eqn) -> DimRule:

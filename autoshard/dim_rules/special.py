@@ -19,14 +19,14 @@ def bitcast_convert_type(eqn: Eqn) -> DimRule:
 
 RULES: Mapping[str, Rule] = MappingProxyType({"bitcast_convert_type": bitcast_convert_type})
 
-STRUCTURAL: frozenset[str] = frozenset(
-    """
+_WITH_BODIES = """
     call checkpoint closed_call composite cond core_call core_closed_call core_map custom_jvp_call
     custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call
     eval_jaxpr jit linear_call mpmd_map pjit remat remat2 remat_opt run_scoped run_state scan shard_map stage while
     xla_metadata_call
-    """.split()
-)
+"""
+
+STRUCTURAL: frozenset[str] = frozenset(_WITH_BODIES.split())
 """Primitives with bodies: how their dimensions relate is stated by `Eqn.ties`."""
 
 _COLLECTIVE = """
