@@ -123,7 +123,7 @@ def scaled_matmul(eqn: Eqn) -> DimRule:
 
 
 def symmetric_product(eqn: Eqn) -> DimRule:
-    """Alpha * A @ A.T + beta * C: the columns of A are reduced (C counts on one device only); rows meet all rows."""
+    """Of alpha * A @ A.T + beta * C the columns of A are reduced (C counts on one device only); rows meet all rows."""
     loops = Loops.of(eqn)
     rank = len(loops.operands[0])
     loops.add_prefix(rank - 2, operands=(0, 1), results=(0,))
