@@ -135,7 +135,8 @@ class ConstraintMaker:
         if key not in self._templates:
             sharding = NamedSharding(self._mesh, spec)
             aval = jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32)
-            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(aval)
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # not the caller's, which may be Explicit
+                traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(aval)
             (self._templates[key],) = traced.jaxpr.eqns
         return self._templates[key].replace(
             invars=[source], outvars=[result], source_info=anchor.source_info, ctx=anchor.ctx

@@ -189,7 +189,7 @@ def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     fitting = [c for c in chosen if c.trial.status != "rejected"]
     if not fitting:
         fitting = _compile_smallest(race, chosen, effort.compiled)
-    fitting.sort(key=lambda c: (c.trial.compiled.time_s if c.trial.compiled else 0.0, c.trial.key))
+    fitting.sort(key=lambda c: c.order)
     if effort.measured:
         return _measured_winner(race, fitting, effort)
     for candidate in fitting:
@@ -305,10 +305,7 @@ def _best_so_far(race: Race, proposals: Proposals) -> Candidate:
     if measured:
         return race.fastest(measured)
     compiled = [c for c in alive if c.trial.compiled is not None]
-    return min(
-        compiled or alive,
-        key=lambda c: c.trial.compiled.time_s if c.trial.compiled else c.proposal.prediction.time_s,
-    )
+    return min(compiled or alive, key=lambda c: c.order)
 
 
 def _plan(

@@ -46,6 +46,13 @@ class Candidate:
     compiled: Compiled | None = None
 
     @property
+    def order(self) -> tuple[float, bool, int, str]:
+        """Order among equals: compiled time (the model's where nothing is compiled), stated inside, fewer rules, key."""
+        found = self.trial.compiled
+        seconds = self.proposal.prediction.time_s if found is None else found.time_s
+        return seconds, not self.layout.inside, len(self.layout.rules), self.trial.key
+
+    @property
     def is_preset(self) -> bool:
         """True for a layout that experts use, with constraints inside or not."""
         return self.trial.origin.startswith("preset")
@@ -154,9 +161,10 @@ class Race:
         except Exception as error:
             self._reject(candidate, f"compilation failed: {_one_line(error)}")
             return
+        if trial.compiled is not None:
+            return  # an earlier run of the study compiled it; its evidence stands
         found = candidate.compiled.evidence
-        status = trial.status if trial.status in ("measured", "winner") else "compiled"
-        candidate.trial = replace(trial, status=status, compiled=found)
+        candidate.trial = replace(trial, status="compiled", compiled=found)
         over = self.over_budget(candidate)
         if over:
             self._reject(candidate, over)
@@ -248,10 +256,7 @@ class Race:
             return interval.ratio <= NOISE or interval.low <= 1.0
 
         tied = [c for c in candidates if all(no_slower(c, other) for other in candidates if other is not c)]
-        return min(
-            tied or candidates[:1],
-            key=lambda c: (c.trial.compiled.time_s if c.trial.compiled else 0.0, c.trial.key),
-        )
+        return min(tied or candidates, key=lambda c: c.order)
 
     def _inputs_fit(self, candidates: Sequence[Candidate]) -> bool:
         memory = self.budget_bytes or self.predictor.hardware.memory_bytes

@@ -80,7 +80,7 @@ def trace(
                 static_outputs.append((number, leaf))
         return arrays
 
-    scope = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    scope = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         with scope:
