@@ -26,7 +26,7 @@ from autoshard.meshes import MeshInfo
 from autoshard.trace import Traced, as_function, insert_constraints
 from autoshard.trial import CompiledEvidence
 
-CompilerOptions = Mapping[str, str | bool | int | float]
+CompilerOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,7 @@ def build(traced: Traced, layout: Layout, mesh: MeshInfo) -> Built:
         wrapped = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
         wrapped.__name__ = wrapped.__qualname__ = traced.program.name
     donated = tuple(i for i, gone in enumerate(traced.call.donated) if gone)
-    jitted = jax.jit(
-        wrapped, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=donated
-    )
+    jitted = jax.jit(wrapped, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=donated)
     return Built(jitted, function, in_shardings, out_shardings, traced.call.avals)
 
 
@@ -97,14 +95,14 @@ def compile_built(
     Returns:
         The executable with its evidence. Whatever XLA raises comes through: the driver makes a rejection of it.
     """
-    with captured_stderr() as written, _unmeshed():
+    with captured_stderr() as written:
         lowered = built.lower()
         start = time.perf_counter()
         executable = lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
         seconds = time.perf_counter() - start
     text = executable.as_text() or ""
     ops = read_collectives(text, mesh.axes)
-    memory = executable.memory_analysis()
+    memory: Any = executable.memory_analysis()
     arguments, outputs = int(memory.argument_size_in_bytes), int(memory.output_size_in_bytes)
     alias, temporary = int(memory.alias_size_in_bytes), int(memory.temp_size_in_bytes)
     peak = arguments + outputs - alias + temporary
@@ -125,11 +123,6 @@ def compile_built(
         compile_s=seconds,
     )
     return Compiled(built, executable, evidence)
-
-
-def _unmeshed() -> contextlib.AbstractContextManager[Any]:
-    """Compilation does not depend on a mesh that the caller happens to have set; all shardings are concrete."""
-    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -28,10 +28,12 @@ def load_factory(where: str) -> Callable[[], Any]:
         raise
     except Exception as error:
         raise FactoryError(f"{where}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
+    factory: Callable[[], Any] | None = getattr(module, name, None)
+    if factory is None or not callable(factory):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise FactoryError(f"{where}: {module_name} has no function {name!r}. It has {', '.join(public[:10]) or 'none'}.")
+        raise FactoryError(
+            f"{where}: {module_name} has no function {name!r}. It has {', '.join(public[:10]) or 'none'}."
+        )
     return factory
 
 

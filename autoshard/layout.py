@@ -4,9 +4,9 @@ An axis rule sends a role to a mesh axis. For each array the rules are tried in 
 dimension of its role if its mesh axis is still unused in this array and divides what is left of the dimension. The same
 first-fit over the *loops* of an equation says how the work itself is split.
 
-Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes that axis, the dimensions
-that no rule split are *open*: inside the function they are left to the partitioner (`PartitionSpec.UNCONSTRAINED`), which
-may split the axis into factors, and never pinned replicated.
+Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes that axis, the
+dimensions that no rule split are *open*: inside the function they are left to the partitioner
+(`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned replicated.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ def first_fit(roles: Sequence[int], sizes: Sequence[int], rules: Iterable[_Bound
         else:
             misfits.setdefault(rule.mesh_axis, []).extend(dims)
     unplaced = {dim for axis, dims in misfits.items() if axis not in used for dim in dims}
-    if unplaced:  # the partitioner may give the mesh axis, or a factor of it, to any dimension that no rule split
+    if unplaced:  # the partitioner may give the mesh axis, or a factor of it, to any dimension without one
         unplaced = {dim for dim, axes in enumerate(spec) if not axes}
     return Fit(tuple(spec), frozenset(unplaced))
 
 
 Signature = tuple[tuple[int, ...], tuple[int, ...], bool]
-"""What first-fit looks at: the roles and sizes of a value's dimensions (or an equation's loops), and optimizer or not."""
+"""What first-fit looks at: roles and sizes of a value's dimensions (or an equation's loops), and optimizer or not."""
 
 
 @dataclass(frozen=True, eq=False)

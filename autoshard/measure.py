@@ -1,4 +1,4 @@
-"""Stage 9, the clock: candidates interleaved round by round (A B C, A B C, ...), medians, hopeless ones dropped early."""
+"""Stage 9, the clock: candidates interleaved round by round (A B C, A B C, ...), medians, hopeless ones dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOPELESS = 2.0
 RESAMPLES = 2000
 
 
-class RunFailed(Exception):
+class RunError(Exception):
     """A candidate that compiled does not run (out of memory, say); the race rejects it and goes on with the others."""
 
     def __init__(self, name: str, error: BaseException) -> None:
@@ -45,6 +45,7 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Int
     Args:
         a: Seconds of one candidate by round.
         b: Seconds of another in the same rounds; only rounds both ran are used.
+        seed: Of the resampling.
 
     Reference:
         Efron, Tibshirani (1993), An Introduction to the Bootstrap, chapter 13 (percentile interval).
@@ -77,7 +78,7 @@ class _Runner:
         try:
             self._step(timed)
         except Exception as error:
-            raise RunFailed(self._name, error) from error
+            raise RunError(self._name, error) from error
 
     def _step(self, timed: bool) -> None:
         if self._leaves is None:

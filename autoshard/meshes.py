@@ -104,7 +104,9 @@ def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
         grid = np.array(devices).reshape(tuple(axes.values()))
         mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh or a string such as 'data=4,model=2'.")
+        raise MeshError(
+            f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh or a string such as 'data=4,model=2'."
+        )
     if not mesh.devices.size:
         raise MeshError("the mesh has no devices.")
     if any(kind == AxisType.Manual for kind in mesh.axis_types):

@@ -137,9 +137,7 @@ def optimize(
         )
         for note in prepared.notes:
             reporter.say(note)
-        predictor = Predictor(
-            problem, machine, call.donated, has_reduce_scatter=request.mesh.platform != "cpu"
-        )
+        predictor = Predictor(problem, machine, call.donated, has_reduce_scatter=request.mesh.platform != "cpu")
         proposals = propose(
             problem,
             predictor,
@@ -169,7 +167,9 @@ def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     race.enter(proposals.ranked)
     hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
     if not effort.compiled:
-        fitting = [c for c in race.candidates if c.trial.constraints == "anchors" and _maybe_fits(c, race.budget_bytes, 1)]
+        fitting = [
+            c for c in race.candidates if c.trial.constraints == "anchors" and _maybe_fits(c, race.budget_bytes, 1)
+        ]
         if not fitting:
             raise _infeasible(race, proposals, compiled=False)
         return fitting[0]
@@ -224,7 +224,9 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
     kept = []
     for candidate in candidates:
         layout, trial = candidate.layout, candidate.trial
-        moved = candidate.proposal.prediction.collectives if trial.partitioned is None else trial.partitioned.collectives
+        moved = (
+            candidate.proposal.prediction.collectives if trial.partitioned is None else trial.partitioned.collectives
+        )
         looks = (trial.constraints, layout.input_specs(), layout.output_specs(), moved)
         if looks not in seen or candidate.is_preset:
             kept.append(candidate)
@@ -276,8 +278,8 @@ def _infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> N
     part, held = max(prediction.argument_bytes.items(), key=lambda item: item[1])
     peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
     text = (
-        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; the smallest predicted "
-        f"peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)})"
+        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; the smallest "
+        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)})"
     )
     if compiled and peaks:
         text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
@@ -428,8 +430,9 @@ def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
         return rule
     if isinstance(rule, str):
         return AxisRule.parse(rule)
-    if isinstance(rule, tuple) and len(rule) == 2:
-        return AxisRule(str(rule[0]), str(rule[1]))
+    pair: Any = rule
+    if isinstance(pair, tuple) and len(pair) == 2:
+        return AxisRule(str(pair[0]), str(pair[1]))
     raise RuleError(f"{rule!r} is no axis rule. Use 'role->mesh axis', a pair (role, mesh axis) or an AxisRule.")
 
 
@@ -442,8 +445,12 @@ def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
             return preset.rules
     for left_out in skipped:
         if left_out.name == name:
-            raise RuleError(f"preset {name!r} makes no sense here: {left_out.reason}. Use one of {[p.name for p in made]}.")
-    raise RuleError(f"{name!r} is no preset, and no file of that name exists. The presets are {[p.name for p in made]}.")
+            raise RuleError(
+                f"preset {name!r} makes no sense here: {left_out.reason}. Use one of {[p.name for p in made]}."
+            )
+    raise RuleError(
+        f"{name!r} is no preset, and no file of that name exists. The presets are {[p.name for p in made]}."
+    )
 
 
 def _check_table(table: SpecTable, prepared: Prepared) -> list[str]:
@@ -551,4 +558,3 @@ def resolve_hardware(hardware: Hardware | str | None, mesh: MeshInfo) -> Hardwar
             return Hardware.load(hardware)
         return hardware_for(hardware)
     return hardware_for(mesh.device_kind)
-

@@ -202,7 +202,9 @@ class Plan:
             owner = named.get(argument, argument)
         numbers = [i for i, o in enumerate(owners) if o == owner]
         if not numbers:
-            raise ArgumentError(f"place({argument!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}.")
+            raise ArgumentError(
+                f"place({argument!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}."
+            )
         leaves, treedef = jax.tree.flatten(tree)
         if len(leaves) != len(numbers):
             raise PathError(
@@ -228,7 +230,10 @@ class Plan:
             for path, new in zip(call.paths, call.avals, strict=True)
             if (new.shape, new.dtype) not in {(o.shape, o.dtype) for o in self.traced.call.avals}
         ]
-        log.info("new signature (%s): traced again, the same rules applied, no search", ", ".join(changed[:3]) or "same shapes")
+        log.info(
+            "new signature (%s): traced again, the same rules applied, no search",
+            ", ".join(changed[:3]) or "same shapes",
+        )
         self._others.append(plan)
         return plan
 

@@ -150,12 +150,13 @@ def _pin_map(pins: Pins, paths: Sequence[str]) -> Mapping[str | re.Pattern[str],
         if not shared:
             raise PathError(
                 f"pins is a {type(pins).__name__} with leaves {', '.join(list(specs)[:3])}, ..., none of which this "
-                f"function has ({', '.join(list(paths)[:3])}, ...). Name the parameters alike, or pass a mapping of leaf paths."
+                f"function has ({', '.join(list(paths)[:3])}, ...). Name the parameters alike, or pass a mapping."
             )
         return shared
     if not isinstance(pins, Mapping):
         raise ArgumentError(f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs.")
-    for key, spec in pins.items():
+    given: Mapping[Any, Any] = pins
+    for key, spec in given.items():
         if not isinstance(key, str | re.Pattern) or not isinstance(spec, PartitionSpec):
             raise ArgumentError(
                 f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values jax.sharding.PartitionSpec."

@@ -1,4 +1,4 @@
-"""The ladder that candidates climb: partitioned, compiled, verified, measured. A failure is a rejection, the race goes on.
+"""The ladder that candidates climb: partitioned, compiled, verified, measured. A failure is a rejection, nothing stops.
 
 Each rung cuts the ranked list. What a candidate earned is kept in the study, so an interrupted search continues.
 """
@@ -17,7 +17,7 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import CollectiveOp
 from autoshard.inputs import Inputs
 from autoshard.layout import Layout
-from autoshard.measure import RunFailed, measure, ratio_interval
+from autoshard.measure import RunError, measure, ratio_interval
 from autoshard.partition import PartitionFailure, partition
 from autoshard.prepare import Prepared
 from autoshard.progress import Progress
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, bool, int, str]:
-        """Order among equals: compiled time (the model's where nothing is compiled), stated inside, fewer rules, key."""
+        """Order among equals: compiled time (predicted where there is none), stated inside, fewer rules, key."""
         found = self.trial.compiled
         seconds = self.proposal.prediction.time_s if found is None else found.time_s
         return seconds, not self.layout.inside, len(self.layout.rules), self.trial.key
@@ -109,7 +109,9 @@ class Race:
 
     def time_s(self, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
         """Seconds of a step: predicted compute, and the collectives of a program priced with the hardware's links."""
-        comm_s = sum(op.trips * self.predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size) for op in ops)
+        comm_s = sum(
+            op.trips * self.predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size) for op in ops
+        )
         return compute_s + comm_s - self.predictor.hardware.overlap * min(compute_s, comm_s)
 
     def partition(self, candidates: Sequence[Candidate]) -> dict[str, float]:
@@ -180,7 +182,9 @@ class Race:
         found = candidate.trial.compiled
         if found is None or self.budget_bytes is None or found.peak_bytes <= self.budget_bytes:
             return ""
-        return f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
+        return (
+            f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
+        )
 
     def verify(self, candidate: Candidate) -> None:
         """Compares a compiled candidate's outputs with the unsharded function; a mismatch rejects it."""
@@ -237,7 +241,7 @@ class Race:
                         f"measuring round {n}: " + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
                     ),
                 )
-            except RunFailed as failure:
+            except RunError as failure:
                 self._reject(by_name.pop(failure.name), f"running failed: {failure.reason}")
                 continue
             for name, measured in found.items():

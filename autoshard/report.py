@@ -44,7 +44,11 @@ def seconds_text(seconds: float) -> str:
     """
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}" if unit == "s" and seconds >= 100 else f"{_three(seconds * factor)} {unit}"
+            return (
+                f"{seconds * factor:.3g} {unit}"
+                if unit == "s" and seconds >= 100
+                else f"{_three(seconds * factor)} {unit}"
+            )
     raise AssertionError
 
 
@@ -126,7 +130,7 @@ def plan_text(plan: Plan) -> str:
     lines.append(f"verified: {plan.verified}")
     if winner is not None and winner.compiled is not None:
         lines += [
-            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; collectives of one call, bytes one device sends:",
+            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; one call's collectives, bytes a device sends:",
             collectives_text(winner.compiled.collectives),
         ]
     if winner is not None and winner.measured is not None:

@@ -4,7 +4,8 @@ The axes of a program form a graph: two axes are neighbours where one equation l
 which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of that graph, refined by sizes and by the
 arguments an axis touches, gives equal labels to the heads of layer 1 and of layer 7. Two axes that meet in one value
 never share a role (the hidden axes of a deep MLP alternate instead), so a role names one dimension of almost any value;
-where the *same axis* occurs twice in a value (attention scores) that is a conflict, and a rule says which occurrence it takes.
+where the *same axis* occurs twice in a value (attention scores) that is a conflict, and a rule says which occurrence it
+takes.
 
 Reference: Shervashidze et al. (2011), Weisfeiler-Lehman graph kernels, section 2.
 """

@@ -87,15 +87,21 @@ class SpecTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             data = Path(path).read_bytes()
         except OSError as error:
-            raise TableError(f"{path}: cannot be read ({error.strerror}). Write one with plan.table.save(path).") from None
+            raise TableError(
+                f"{path}: cannot be read ({error.strerror}). Write one with plan.table.save(path)."
+            ) from None
         try:
             table = msgspec.json.decode(data, type=SpecTable)
         except msgspec.ValidationError as error:
             raise TableError(f"{path}: is no spec table: {error}. Restore it from version control.") from None
         except msgspec.DecodeError as error:
-            raise TableError(f"{path}: is no JSON ({error}), perhaps cut short. Restore it from version control.") from None
+            raise TableError(
+                f"{path}: is no JSON ({error}), perhaps cut short. Restore it from version control."
+            ) from None
         if table.schema != SCHEMA:
-            raise TableError(f"{path}: has schema {table.schema}, this autoshard reads schema {SCHEMA}. Upgrade autoshard.")
+            raise TableError(
+                f"{path}: has schema {table.schema}, this autoshard reads schema {SCHEMA}. Upgrade autoshard."
+            )
         return table
 
     def save(self, path: str | Path) -> None:

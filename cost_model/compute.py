@@ -44,7 +44,7 @@ def flops(eqn: Eqn, rule: DimRule) -> float:
         return 2.0 * math.prod(sizes)
     if eqn.primitive == "conv_general_dilated":
         kernel = eqn.inputs[1].shape
-        out_channels = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        out_channels: int = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(eqn.outputs[0].shape) * math.prod(kernel) / max(out_channels, 1)
     elements = [math.prod(v.shape) for v in (*eqn.inputs, *eqn.outputs)]
     return float(max(elements, default=0))

@@ -124,7 +124,9 @@ class Predictor:
         self._axes = problem.roles.axes
         self._works: list[tuple[_Work, float]] = []
         self._uses: list[tuple[_Uses, float]] = []
-        self._class_of_eqn = np.full(len(problem.program.eqns), -1, dtype=np.int64)  # -1: it has bodies, no cost of its own
+        self._class_of_eqn = np.full(
+            len(problem.program.eqns), -1, dtype=np.int64
+        )  # -1: it has bodies, no cost of its own
         self._build_classes()
         self._memo: dict[tuple[int, tuple[AxisRule, ...]], _Cost] = {}
         self._columns: dict[tuple[Signature, int], int] = {}
@@ -279,9 +281,7 @@ class Predictor:
             local = self._local_bytes(result.value, raw)
             traffic += local if result in work.traffic else 0.0
             stored = layout.fit(result.value)
-            target = tuple(
-                raw[d] if d in stored.open_dims and not axes else axes for d, axes in enumerate(stored.spec)
-            )
+            target = tuple(raw[d] if d in stored.open_dims and not axes else axes for d, axes in enumerate(stored.spec))
             cost.moves += self._finish(result.value, raw, target, split)
             if split or raw != target:
                 cost.extra_bytes += local

@@ -22,7 +22,7 @@ from autoshard.trial import Skipped
 
 ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")
 LARGE = 0.01
-"""Tensor parallelism splits weights that hold at least this share of all parameter bytes (norm scales are not among them)."""
+"""Tensor parallelism splits weights that hold at least this share of all parameter bytes (so no norm scales)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Stage 6: proposes candidates. One Optuna study per search, ask and tell, told the predicted time.
 
-Presets are enqueued first, then what coordinate descent finds from the best of them (one role's assignment or rank at a
-time, by the predictor); the sampler (TPE, multivariate) goes on from there. The same effective layout is never predicted
-twice.
+Presets are enqueued first, then what coordinate descent finds from the best of them (one role's assignment or rank at
+a time, by the predictor); the sampler (TPE, multivariate) goes on from there. The same effective layout is never
+predicted twice.
 
 The objective is the predicted time; a candidate over the memory budget is told with its excess as a constraint.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import optuna
 
@@ -101,7 +102,11 @@ def propose(
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=20)
     study = open_study(storage, study_name, {**identity, "space": repr(sorted(space.parameters()))}, sampler)
     search = _Search(problem, predictor, space, study, budget_bytes)
-    same = [Skipped(p.name, f"here it is the same layout as {first}") for p in named if (first := search.preset(p)) != p.name]
+    same = [
+        Skipped(p.name, f"here it is the same layout as {first}")
+        for p in named
+        if (first := search.preset(p)) != p.name
+    ]
     search.replay()
     for start in search.best(3):
         search.descend(start)
@@ -158,7 +163,7 @@ class _Search:
             name: trial.suggest_categorical(name, list(choices)) for name, choices in self._space.parameters().items()
         }
         if proposal is None or point != expected:
-            proposal = self._searched(self._space.decode(point))
+            proposal = self._searched(self._space.decode(cast(Point, point)))
         trial.set_user_attr("key", proposal.key)
         trial.set_user_attr("rules", [str(rule) for rule in proposal.layout.rules])
         if self._budget_bytes is not None:
@@ -169,7 +174,7 @@ class _Search:
         """Takes in what an earlier run of this study asked for."""
         for trial in self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE]):
             if set(self._space.parameters()) <= set(trial.params):
-                self._searched(self._space.decode(trial.params))
+                self._searched(self._space.decode(cast(Point, trial.params)))
 
     def remaining(self, asks: int) -> int:
         """How many asks are left of the study's budget."""

@@ -1,8 +1,8 @@
 """The search space: which roles may go to which mesh axes, and its encoding as Optuna parameters.
 
-A point gives each role an assignment (no mesh axis, one, or several in order) and a rank; rules are listed by rank, then
-by role. A last parameter sends the parameters' axes to mesh axes in the optimizer state alone (ZeRO-1). Different points
-may be the same effective layout: `Layout.key` tells.
+A point gives each role an assignment (no mesh axis, one, or several in order) and a rank; rules are listed by rank,
+then by role. A last parameter sends the parameters' axes to mesh axes in the optimizer state alone (ZeRO-1). Different
+points may be the same effective layout: `Layout.key` tells.
 """
 
 from __future__ import annotations
@@ -122,16 +122,16 @@ def make_space(problem: Problem, optimizer_roles: Sequence[str] = ()) -> Space:
     weight.pop(NO_AXIS, None)
     assignments: dict[str, tuple[str, ...]] = {}
     for index in sorted(weight, key=lambda r: (-weight[r], r)):
-        role = problem.roles.roles[index]
-        if role.scanned or len(assignments) == MAX_ROLES:
+        role_of = problem.roles.roles[index]
+        if role_of.scanned or len(assignments) == MAX_ROLES:
             continue
         legal = tuple(
             text
             for text in _orders(problem.mesh_axes)
-            if text == NOTHING or any(_divides(size, text.split(","), problem.mesh_axes) for size in role.sizes)
+            if text == NOTHING or any(_divides(size, text.split(","), problem.mesh_axes) for size in role_of.sizes)
         )
         if len(legal) > 1:
-            assignments[role.name] = legal
+            assignments[role_of.name] = legal
     return Space(problem, tuple(assignments), assignments, tuple(optimizer_roles))
 
 

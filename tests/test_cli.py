@@ -59,10 +59,10 @@ def test_search_saves_a_table_that_another_process_applies(here: Path) -> None:
     said = json.loads(found.stdout)
     winner = next(t for t in said["trials"] if t["status"] == "winner")
     assert said["verified"]["ok"]
-    assert {"name", "origin", "rules", "status", "reason", "predicted", "partitioned", "compiled", "verified", "measured",
-            "constraints"} <= set(winner)  # fmt: skip
-    assert {"collectives", "collective_bytes", "argument_bytes", "output_bytes", "alias_bytes", "temp_bytes",
-            "full_remat_warnings", "peak_bytes", "time_s"} <= set(winner["compiled"])  # fmt: skip
+    fields = "name origin rules status reason predicted partitioned compiled verified measured constraints"
+    assert set(fields.split()) <= set(winner)
+    sizes = {f"{part}_bytes" for part in ("collective", "argument", "output", "alias", "temp", "peak")}
+    assert sizes | {"collectives", "full_remat_warnings", "time_s"} <= set(winner["compiled"])
     script = """
 import jax; jax.config.update("jax_num_cpu_devices", 8)
 import autoshard, job, json, dataclasses, numpy as np
@@ -74,7 +74,13 @@ assert not plan.trials
 print(json.dumps([dataclasses.asdict(c) for c in plan.compile().evidence.collectives]))
 """
     applied = subprocess.run(
-        [sys.executable, "-c", script], cwd=here, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script],
+        cwd=here,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert applied.returncode == 0, applied.stderr
     assert json.loads(applied.stdout) == winner["compiled"]["collectives"]
@@ -130,7 +136,9 @@ def test_a_killed_search_continues_and_repeats_no_finished_candidate(here: Path)
 def test_a_study_of_another_program_is_refused(here: Path) -> None:
     study = ("--storage", "study.log", "--study", "mine")
     assert run(here, "search", "job:factory", *SEARCH, *study).returncode == 0
-    other = run(here, "search", "job:pair", *SEARCH[:-4], "--mesh", "data=8", "--compiled", "1", "--measured", "0", *study)
+    other = run(
+        here, "search", "job:pair", *SEARCH[:-4], "--mesh", "data=8", "--compiled", "1", "--measured", "0", *study
+    )
     assert other.returncode == 2
     assert "mesh: 'data=4,model=2' there, 'data=8' here" in other.stderr
 

@@ -337,7 +337,7 @@ def test_bad_input_is_a_clear_error(what: str) -> None:
 
 def test_a_table_of_another_mesh_or_function_is_refused(plan: autoshard.Plan, mesh: Mesh) -> None:
     table = plan.table
-    with pytest.raises(autoshard.TableError, match="'data': 4.*'data': 2"):
+    with pytest.raises(autoshard.TableError, match=r"'data': 4.*'data': 2"):
         autoshard.apply(decoder_step, decoder_args(), "data=2,model=4", table)
     with pytest.raises(autoshard.TableError, match=r"decoder_step.*mlp_step.*gone"):
         autoshard.apply(mlp_step, mlp_args(), mesh, table)
