@@ -22,6 +22,14 @@ FUSED = frozenset(
 )  # fmt: skip
 """Primitives that XLA fuses into their consumers: a result that only such primitives read is never stored."""
 
+EXPENSIVE = frozenset(
+    {
+        "atan2", "cbrt", "cos", "div", "erf", "erf_inv", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rem",
+        "rsqrt", "sin", "sqrt", "tan", "tanh",
+    }
+)  # fmt: skip
+"""The ones XLA does not compute twice: with two readers the result is stored (InstructionFusion::IsExpensive)."""
+
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and"})
 """They fuse what they read; their own result is stored."""
 

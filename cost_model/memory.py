@@ -3,7 +3,8 @@
 For a candidate the peak is the maximum over rows of (bytes alive / pieces each signature is cut into), plus what the
 point itself gathers. The rules:
 
-- a result that only fusing primitives read is never stored, and what it was computed from lives until its last reader;
+- a result that only fusing primitives read is never stored, and what it was computed from lives until its last reader
+  (an expensive one, such as exp, with two readers is stored all the same);
 - donated arguments die at their last use, others live to the end; outputs live from where they are made;
 - the points of a loop body add to what is alive around the loop: stacked results from its start, one slice of each
   scanned operand, carries once (XLA updates them in place); bodies that are no loops share their operands.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.compute import FUSED, REDUCTIONS
+from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
 from autoshard.program import Body, Eqn, Program, Value
 
 END = 1 << 60
@@ -26,15 +27,17 @@ END = 1 << 60
 
 @dataclass(frozen=True, eq=False)
 class MemoryTable:
-    """Bytes alive at each program point.
+    """Bytes alive at each program point, points in program order (the points of a body lie together).
 
     Attributes:
-        alive_bytes: [points, columns] global bytes alive; duplicate points merged.
+        alive_bytes: [points, columns] global bytes alive.
         point_eqn: For each point the `Eqn.index` that runs there.
+        point_of: By `Eqn.index`, its point; of an equation with bodies, the last of theirs.
     """
 
     alive_bytes: NDArray[np.float64]
     point_eqn: NDArray[np.int64]
+    point_of: NDArray[np.int64]
 
 
 def memory_table(
@@ -48,14 +51,16 @@ def memory_table(
         columns: Number of columns.
         column_of: Column of a value: values of one column are always cut into equally many pieces.
     """
-    points: dict[tuple[tuple[int, float], ...], list[int]] = {}
+    rows: list[NDArray[np.float64]] = []
+    point_eqn: list[int] = []
+    point_of = np.zeros(len(program.eqns), dtype=np.int64)
 
     def add(alive: Counter[Value], eqn: Eqn) -> None:
-        row: Counter[int] = Counter()
+        row = np.zeros(columns)
         for value, copies in alive.items():
             row[column_of(value)] += copies * value.bytes
-        key = tuple(sorted((c, float(b)) for c, b in row.items() if b))
-        points.setdefault(key, []).append(eqn.index)
+        rows.append(row)
+        point_eqn.append(eqn.index)
 
     def visit(body: Body, around: Counter[Value], owned: Sequence[Value], keep: frozenset[Value]) -> None:
         """Points of a body. `owned` inputs count here, the others are counted by whoever calls; `keep` never dies."""
@@ -87,20 +92,15 @@ def memory_table(
             else:
                 alive += made
                 add(around + alive, eqn)
+            point_of[eqn.index] = len(rows) - 1
             for value in dying.get(position, ()):
                 alive.pop(value, None)
 
     inputs = program.body.inputs
     keep = frozenset(v for v, gone in zip(inputs, donated, strict=True) if not gone)
     visit(program.body, Counter(), [*inputs, *program.body.consts], keep)
-    if not points:
-        points[()] = [0] if program.eqns else []
-    rows = [(key, eqn) for key, eqns in points.items() for eqn in sorted(set(eqns))]
-    table = np.zeros((len(rows), columns))
-    for i, (key, _) in enumerate(rows):
-        for column, alive_bytes in key:
-            table[i, column] = alive_bytes
-    return MemoryTable(table, np.array([eqn for _, eqn in rows], dtype=np.int64))
+    table = np.array(rows).reshape(len(rows), columns)
+    return MemoryTable(table, np.array(point_eqn, dtype=np.int64), np.maximum(point_of, 0))
 
 
 def _carried_in(eqn: Eqn, inner: Value) -> bool:
@@ -117,9 +117,10 @@ def _last_uses(body: Body) -> tuple[dict[Value, int], set[Value]]:
     stored: set[Value] = set()
     for eqn in body.eqns:
         for value in eqn.outputs:
-            fuses = eqn.primitive in FUSED and all(
-                r.primitive in FUSED or r.primitive in REDUCTIONS for r in readers.get(value, ())
-            )
+            own = readers.get(value, ())
+            fuses = eqn.primitive in FUSED and all(r.primitive in FUSED or r.primitive in REDUCTIONS for r in own)
+            if eqn.primitive in EXPENSIVE and len(own) > 1:
+                fuses = False
             if value in outputs or (not fuses and value in readers):
                 stored.add(value)
     last: dict[Value, int] = dict.fromkeys(outputs, END)

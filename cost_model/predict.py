@@ -66,11 +66,19 @@ class _Move:
 
 @dataclass(slots=True)
 class _Cost:
-    """Cost of one run of a class: seconds of compute, collectives, and bytes that exist only while it runs."""
+    """Cost of one run of a class.
+
+    Attributes:
+        compute_s: Seconds of compute.
+        moves: Collectives.
+        extra_bytes: Bytes that exist only while it runs.
+        copies: Copies in another spec: for each member of the class the first and last point that reads it, and bytes.
+    """
 
     compute_s: float = 0.0
     moves: list[_Move] = field(default_factory=list)
     extra_bytes: float = 0.0
+    copies: list[tuple[NDArray[np.int64], NDArray[np.int64], float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +105,19 @@ class _Work:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Uses:
-    """A class of values with everything in one body that reads them: (equation, loops of the operand)."""
+    """A class of values with everything in one body that reads them.
+
+    Attributes:
+        value: One of them.
+        readers: (equation, loops of the operand), one per kind of reader.
+        roles: Roles of the value and of its readers.
+        spans: For each kind of reader and each value of the class, the first and the last equation that reads it.
+    """
 
     value: Value
     readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
     roles: frozenset[int]
+    spans: tuple[list[tuple[int, int]], ...]
 
 
 class Predictor:
@@ -162,7 +178,7 @@ class Predictor:
         work_classes: list[_Work] = []
         use_classes: list[_Uses] = []
         for body, times in _bodies(self.problem.program.body, 1.0):
-            readers: dict[Value, dict[object, tuple[Eqn, tuple[int, ...]]]] = defaultdict(dict)
+            readers: dict[Value, dict[object, list[tuple[Eqn, tuple[int, ...]]]]] = defaultdict(dict)
             for eqn in body.eqns:
                 if eqn.bodies:
                     continue
@@ -174,16 +190,21 @@ class Predictor:
                     work_classes.append(work)
                 for operand in work.operands:
                     if not operand.constant:
-                        readers[operand.value].setdefault((number, operand.loops), (eqn, operand.loops))
+                        same = readers[operand.value].setdefault((number, operand.loops), [])
+                        same.append((eqn, operand.loops))
             for value, found in readers.items():
                 pinned = value.index if value.index in self.problem.pins else -1
                 key = (self.problem.value_signature(value), value.itemsize, pinned, frozenset(found))
-                _, new = count(key, uses, 1, times)
+                number, new = count(key, uses, 1, times)
+                kinds = sorted(found, key=repr)
                 if new:
                     roles = set(self.problem.roles.of_value[value.index])
-                    for eqn, _ in found.values():
-                        roles |= set(self.problem.work_signature(eqn)[0])
-                    use_classes.append(_Uses(value, tuple(found.values()), frozenset(roles)))
+                    for same in found.values():
+                        roles |= set(self.problem.work_signature(same[0][0])[0])
+                    one_each = tuple(found[kind][0] for kind in kinds)
+                    use_classes.append(_Uses(value, one_each, frozenset(roles), tuple([] for _ in kinds)))
+                for spans, kind in zip(use_classes[number].spans, kinds, strict=True):
+                    spans.append((found[kind][0][0].index, found[kind][-1][0].index))
         self._works = list(zip(work_classes, multiplicity[0], strict=True))
         self._uses = list(zip(use_classes, multiplicity[1], strict=True))
 
@@ -228,6 +249,7 @@ class Predictor:
         compute_s = 0.0
         moves: Counter[_Move] = Counter()
         extra = np.zeros(len(self._works) + 1)
+        copies: list[tuple[NDArray[np.int64], NDArray[np.int64], float]] = []
         for number, (work, times) in enumerate(self._works):
             restricted = tuple(rule for role, rule in numbered if role in work.roles)
             cost = self._memo.get((number, restricted))
@@ -243,6 +265,7 @@ class Predictor:
             cost = self._memo.get((offset + number, restricted))
             if cost is None:
                 cost = self._memo[offset + number, restricted] = self._use_cost(layout, uses)
+            copies += cost.copies
             for move in cost.moves:
                 moves[move] += times  # type: ignore[assignment]
         comm_s = sum(times * self._move_s(move) for move, times in moves.items())
@@ -252,7 +275,7 @@ class Predictor:
             time_s=compute_s + comm_s - overlapped,
             compute_s=compute_s,
             comm_s=comm_s,
-            peak_bytes=self._peak(layout, extra),
+            peak_bytes=self._peak(layout, extra, copies),
             argument_bytes=self._argument_bytes(layout),
             collectives=collectives,
             collective_bytes=sum(c.bytes for c in collectives),
@@ -273,8 +296,6 @@ class Predictor:
             want = self._want(layout, work.eqn, operand.loops, operand.value)
             local = self._local_bytes(operand.value, want)
             traffic += local if operand in work.traffic else 0.0
-            if not operand.constant and want != layout.fit(operand.value).spec:
-                cost.extra_bytes += local
         split = tuple(a for k, axes in zip(work.kinds, fit.spec, strict=True) if k is LoopKind.REDUCED for a in axes)
         for result in work.results:
             raw = tuple(fit.spec[i] for i in result.loops)
@@ -290,10 +311,15 @@ class Predictor:
 
     def _use_cost(self, layout: Layout, uses: _Uses) -> _Cost:
         have = layout.fit(uses.value).spec
-        wants = {self._want(layout, eqn, loops, uses.value) for eqn, loops in uses.readers}
+        wants: dict[Spec, list[int]] = defaultdict(list)
+        for kind, (eqn, loops) in enumerate(uses.readers):
+            wants[self._want(layout, eqn, loops, uses.value)].append(kind)
         cost = _Cost()
-        for want in sorted(wants - {have}):
+        for want in sorted(wants.keys() - {have}):
             cost.moves += self._reshard(uses.value, have, want)
+            points = self._memory.point_of[np.array([uses.spans[kind] for kind in wants[want]])]
+            first, last = points[:, :, 0].min(axis=0), points[:, :, 1].max(axis=0)
+            cost.copies.append((first, last, self._local_bytes(uses.value, want)))
         for eqn, loops in uses.readers:
             cost.moves += self._halo(layout, eqn, loops, uses.value)
         return cost
@@ -390,10 +416,22 @@ class Predictor:
             sent[key] += times * sent_bytes(move.kind, move.full_bytes, self._devices(move.axes))
         return tuple(Collective(*key, round(counts[key]), round(sent[key])) for key in sorted(counts))
 
-    def _peak(self, layout: Layout, extra: NDArray[np.float64]) -> int:
+    def _peak(
+        self,
+        layout: Layout,
+        extra: NDArray[np.float64],
+        copies: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], float]],
+    ) -> int:
         pieces = np.array([shard_count(layout.fit(v).spec, self.problem.mesh_axes) for v in self._column_value])
         at_points = self._memory.alive_bytes @ (1.0 / pieces) if len(pieces) else np.zeros(1)
+        if not len(at_points):
+            return 0
         at_points = at_points + extra[self._class_of_eqn[self._memory.point_eqn]]
+        change = np.zeros(len(at_points) + 1)
+        for first, last, held in copies:
+            np.add.at(change, first, held)
+            np.add.at(change, last + 1, -held)
+        at_points = at_points + np.cumsum(change)[:-1]
         return math.ceil(float(at_points.max(initial=0.0)))
 
     def _argument_bytes(self, layout: Layout) -> dict[str, int]:
