@@ -24,8 +24,8 @@ FUSED = frozenset(
 
 EXPENSIVE = frozenset(
     {
-        "atan2", "cbrt", "cos", "div", "erf", "erf_inv", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rem",
-        "rsqrt", "sin", "sqrt", "tan", "tanh",
+        "atan2", "cbrt", "cos", "div", "erf", "erf_inv", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow",
+        "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
 """The ones XLA does not compute twice: with two readers the result is stored (InstructionFusion::IsExpensive)."""
