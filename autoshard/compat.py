@@ -84,6 +84,13 @@ def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
+def one_device_only(eqn: JaxprEqn) -> bool:
+    """True for an equation with an ordered effect that jax refuses on more than one device."""
+    from jax._src.effects import ordered_effects, shardable_ordered_effects
+
+    return any(ordered_effects.contains(e) and not shardable_ordered_effects.contains(e) for e in eqn.effects)
+
+
 def is_unspecified(sharding: object) -> bool:
     """True for the marker that a nested jit uses where the user gave no sharding."""
     return type(sharding).__name__ == "UnspecifiedValue"
@@ -115,10 +122,16 @@ def itemsize_of(aval: Any) -> int:
     return int(np.dtype(dtype).itemsize)
 
 
-def user_spec(eqn: JaxprEqn) -> PartitionSpec | None:
-    """The PartitionSpec of a `sharding_constraint` equation, or None where it is not a NamedSharding."""
+def user_spec(eqn: JaxprEqn, mesh: jax.sharding.Mesh) -> PartitionSpec | None:
+    """The PartitionSpec of a `sharding_constraint` equation; None where it is none, or names the axes of another mesh."""
     sharding = eqn.params.get("sharding")
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    own = sharding.mesh
+    same = own.axis_names == mesh.axis_names and own.axis_sizes == mesh.axis_sizes
+    if isinstance(own, jax.sharding.Mesh):
+        same = same and bool((own.devices == mesh.devices).all())
+    return sharding.spec if same else None
 
 
 class ConstraintMaker:

@@ -25,7 +25,7 @@ from autoshard.errors import (
     TableError,
 )
 from autoshard.inputs import inputs_for
-from autoshard.layout import AxisRule, Layout, Problem
+from autoshard.layout import AxisRule, Layout, Problem, shard_count
 from autoshard.meshes import MeshInfo
 from autoshard.pins import canonical_spec
 from autoshard.plan import Plan, Verification, own_version
@@ -42,6 +42,7 @@ _SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 _UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
           **{f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}}  # fmt: skip
 PARTITIONED_PER_COMPILED = 2
+ROUNDS_OF_REJECTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +193,23 @@ def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     fitting.sort(key=lambda c: c.order)
     if effort.measured:
         return _measured_winner(race, fitting, effort)
-    for candidate in fitting:
-        race.verify(candidate)
+    while True:
+        for candidate in fitting:
+            race.verify(candidate)
+            if candidate.trial.status != "rejected":
+                return candidate
+        fitting = _next_best(race, effort.compiled)
+
+
+def _next_best(race: Race, count: int) -> list[Candidate]:
+    """Where everything that was tried is wrong: presets that were not, then others by prediction, a few at a time."""
+    rejected = sum(c.trial.status == "rejected" for c in race.candidates)
+    rest = [c for c in race.candidates if c.trial.status != "rejected" and _maybe_fits(c, race.budget_bytes, FAR)]
+    rest.sort(key=lambda c: not c.is_preset)
+    for candidate in rest[:count] if rejected < ROUNDS_OF_REJECTIONS * count else []:
+        race.compile(candidate)
         if candidate.trial.status != "rejected":
-            return candidate
+            return [candidate]
     raise _all_rejected(race)
 
 
@@ -208,13 +222,15 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
             race.verify(candidate)
         rejected = [c for c in chosen if c.trial.status == "rejected"]
         if rejected:
-            left = [c for c in left if c not in rejected]
+            left = [c for c in left if c not in rejected] or _next_best(race, effort.compiled)
             continue
         race.measure(chosen, effort.seconds)
         measured = [c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"]
         if measured:
             return race.fastest(measured)
         left = [c for c in left if c not in chosen]
+        if not left:
+            left = _next_best(race, effort.compiled)
     raise _all_rejected(race)
 
 
@@ -276,10 +292,17 @@ def _infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> N
     smallest = min(race.candidates, key=lambda c: c.proposal.prediction.peak_bytes)
     prediction = smallest.proposal.prediction
     part, held = max(prediction.argument_bytes.items(), key=lambda item: item[1])
+    program = race.prepared.traced.program
+    leaf_bytes = {
+        path: value.bytes // shard_count(smallest.layout.fit(value).spec, race.prepared.problem.mesh_axes)
+        for path, value in zip(program.input_paths, program.body.inputs, strict=True)
+    }
+    leaf = max(leaf_bytes, key=lambda path: leaf_bytes[path], default="")
     peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
     text = (
         f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; the smallest "
-        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)})"
+        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)}"
+        + (f", most in {leaf}, {bytes_text(leaf_bytes[leaf])})" if leaf else ")")
     )
     if compiled and peaks:
         text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"

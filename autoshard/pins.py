@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import jax
 from jax.sharding import PartitionSpec
 
 from autoshard.compat import user_spec
@@ -107,16 +108,20 @@ def resolve_pins(
     return found
 
 
-def user_constraints(program: Program, mesh_axes: Mapping[str, int]) -> dict[int, Spec]:
-    """Pins of the values that the function itself constrains with `with_sharding_constraint`."""
+def user_constraints(program: Program, mesh: jax.sharding.Mesh) -> dict[int, Spec]:
+    """Pins of the values that the function itself constrains with `with_sharding_constraint` on this very mesh.
+
+    Constraints on another mesh over the same devices stay in the program, but say nothing in the words of this one.
+    """
+    mesh_axes = {str(name): int(size) for name, size in mesh.shape.items()}
     found: dict[int, Spec] = {}
     for eqn in program.eqns:
         if eqn.primitive == "sharding_constraint":
-            spec = user_spec(eqn.origin)
+            spec = user_spec(eqn.origin, mesh)
             (value,) = eqn.outputs
             if spec is not None and PartitionSpec.UNCONSTRAINED not in tuple(spec):
                 try:
                     found[value.index] = canonical_spec(spec, value, mesh_axes, "a constraint in the function")
-                except SpecError:  # an uneven or foreign constraint is the partitioner's to judge, as without autoshard
+                except SpecError:  # an uneven constraint is the partitioner's to judge, as without autoshard
                     continue
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,7 @@ from autoshard.constrain import PlacedConstraint, constraints_for, placed
 from autoshard.errors import ArgumentError, PathError
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
-from autoshard.signature import Call, CallOptions, flatten_call
+from autoshard.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.table import SCHEMA, ConstraintEntry, Leaf, MeshEntry, SpecTable, spec_to_entry
 from autoshard.trace import Traced
 from autoshard.trial import Skipped, Trial
@@ -157,8 +158,9 @@ class Plan:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             return plan.traced.unflatten_outputs(plan.built.function(*call.leaves))
         executable = plan.compile().executable
+        times = Counter(id(leaf) for leaf in call.leaves)  # jax refuses (or dies of) a donated array that is passed twice
         leaves = [
-            _moved(leaf, aval, sharding, donated)
+            _private(leaf, sharding) if donated and times[id(leaf)] > 1 else _moved(leaf, aval, sharding, donated)
             for leaf, aval, sharding, donated in zip(
                 call.leaves, plan.traced.call.avals, plan.built.in_shardings, plan.traced.call.donated, strict=True
             )
@@ -206,16 +208,17 @@ class Plan:
                 f"place({argument!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}."
             )
         leaves, treedef = jax.tree.flatten(tree)
-        if len(leaves) != len(numbers):
+        arrays = [i for i, leaf in enumerate(leaves) if not is_static(leaf)]
+        if len(arrays) != len(numbers):
             raise PathError(
-                f"place({argument!r}, ...): the tree has {len(leaves)} leaves, but the argument had {len(numbers)} "
+                f"place({argument!r}, ...): the tree has {len(arrays)} array leaves, but the argument had {len(numbers)} "
                 f"({', '.join(paths[i] for i in numbers[:4])}, ...). Pass the same structure."
             )
         avals, shardings = self.traced.call.avals, self.built.in_shardings
-        placed_leaves = [
-            _moved(leaf, avals[i], shardings[i], copy=True) for leaf, i in zip(leaves, numbers, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, placed_leaves)
+        for position, number in zip(arrays, numbers, strict=True):
+            if avals[number].dtype != jax.dtypes.float0:
+                leaves[position] = _private(leaves[position], shardings[number])
+        return jax.tree.unflatten(treedef, leaves)
 
     def _for(self, call: Call) -> Plan:
         """The plan for another signature: traced anew, the same rules, no search; remembered."""
@@ -241,17 +244,31 @@ class Plan:
         return self.traced.call.rebuild(leaves)
 
 
-def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, copy: bool) -> Any:
-    """The leaf laid out as needed. What has to be moved is copied where its buffer may be consumed (`copy`)."""
+def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, donated: bool) -> Any:
+    """The leaf laid out as needed: itself where it is already, else a copy that donation does not tie to the original."""
     if aval.dtype == jax.dtypes.float0:
         return leaf
-    if isinstance(leaf, jax.Array):
-        if leaf.sharding == sharding or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)):
-            return leaf if not copy or leaf.sharding == sharding else jax.device_put(leaf, sharding)
-        return jax.device_put(leaf, sharding, may_alias=False if copy else None)
-    if aval.weak_type:
+    if isinstance(leaf, jax.Array) and (
+        leaf.sharding == sharding or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
+    ):
+        return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+    if aval.weak_type and not isinstance(leaf, jax.Array):
         return leaf
-    return jax.device_put(leaf, sharding)
+    return _private(leaf, sharding) if donated else jax.device_put(leaf, sharding)
+
+
+def _private(leaf: Any, sharding: NamedSharding) -> Any:
+    """A copy with this sharding that shares no buffer with the leaf.
+
+    `device_put` reuses the shards that already lie where they should, `may_alias=False` or not.
+    """
+    placed = jax.device_put(leaf, sharding)
+    if not isinstance(leaf, jax.Array):
+        return placed
+    here = leaf.sharding.devices_indices_map(leaf.shape)
+    there = sharding.devices_indices_map(leaf.shape)
+    shared = any(here.get(device) == index for device, index in there.items())
+    return placed.copy() if shared else placed
 
 
 def sorted_rows(rows: Any) -> list[Any]:

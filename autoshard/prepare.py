@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,13 +19,17 @@ from autoshard.layout import Problem
 from autoshard.meshes import MeshInfo, resolve_mesh
 from autoshard.pins import resolve_pins, user_constraints
 from autoshard.plan import Plan
+from autoshard.program import Program
 from autoshard.roles import find_roles
 from autoshard.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.table import SpecTable
-from autoshard.trace import Traced, trace
+from autoshard.trace import Traced, effects_of, trace
 
 Pins = Mapping[str | re.Pattern[str], PartitionSpec] | Plan | SpecTable | None
 UserConstraints = Literal["pin", "ignore"]
+
+LARGE_CONSTANT_BYTES = 2**20
+"""Captured constants from this size on are worth a word; smaller ones (masks, tables of positions) are common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,15 +134,33 @@ def prepare(request: Request, call: Call) -> Prepared:
         notes.append(f"carry: {', '.join(owners)} (donated, matched by outputs) keep their specs from step to step")
     if mesh.explicit_axes:
         notes.append(f"mesh axes {', '.join(mesh.explicit_axes)} are Explicit; the search worked on their Auto version")
+    notes += _notes_on(program)
     state = tuple(carry) + tuple(
         pair for pair in matching_state(traced, donated_only=False) if pair[0] not in {i for i, _ in carry}
     )
     axes = logical_axes(program, carry)
     groups = find_groups(axes, state)
-    pins = user_constraints(program, mesh.axes)
+    pins = user_constraints(program, mesh.auto)
     pins |= resolve_pins(_pin_map(request.pins, program.input_paths), program, mesh.axes, carry)
     problem = Problem(find_roles(axes), groups, mesh.axes, pins)
     return Prepared(request, traced, problem, carry, tuple(notes))
+
+
+def _notes_on(program: Program) -> list[str]:
+    """What the program does or holds that its arguments do not show."""
+    notes = []
+    effects = Counter(eqn.primitive for eqn in effects_of(program))
+    if effects:
+        listed = ", ".join(f"{count} {name}" for name, count in effects.items())
+        notes.append(f"side effects ({listed}): they happen whenever a candidate is verified or measured, and when it runs")
+    large = [v for v in program.captured() if v.bytes >= LARGE_CONSTANT_BYTES]
+    if large:
+        listed = ", ".join(f"{v.dtype}{list(v.shape)}" for v in large[:3])
+        notes.append(
+            f"{sum(v.bytes for v in large)} bytes of captured constants ({listed}) are whole on every device; "
+            f"pass them as arguments and they can be sharded"
+        )
+    return notes
 
 
 def _pin_map(pins: Pins, paths: Sequence[str]) -> Mapping[str | re.Pattern[str], PartitionSpec]:

@@ -149,6 +149,11 @@ class Program:
     fingerprint: str
     origin: Any = field(default=None, repr=False)
 
+    def captured(self) -> tuple[Value, ...]:
+        """Constants captured by closure, of all bodies."""
+        bodies = [self.body, *(body for eqn in self.eqns for body in eqn.bodies)]
+        return tuple(dict.fromkeys(value for body in bodies for value in body.consts))
+
     def walk(self, body: Body | None = None, trips: int = 1) -> Iterator[tuple[Eqn, int]]:
         """Yields every equation with how often it runs (unknown trip counts count once), in program order."""
         body = self.body if body is None else body

@@ -195,10 +195,10 @@ class Race:
             return
         self.progress.doing(f"verifying {candidate.trial.name}")
         if self.reference is None:
-            mesh = self.prepared.request.mesh
+            prepared = self.prepared
             try:
-                self.reference = verify.unsharded_reference(
-                    self.prepared.traced, self.prepared.problem.roles.axes, self.inputs, mesh.user.devices.flat[0]
+                self.reference = verify.reference(
+                    prepared.traced, prepared.problem.roles.axes, self.inputs, prepared.request.mesh
                 )
             except Exception as error:
                 self.reference_failure = f"the unsharded function did not run on one device: {_one_line(error)}"

@@ -20,13 +20,6 @@ from autoshard.errors import ArgumentError, SignatureError
 
 
 @dataclass(frozen=True, slots=True)
-class StaticLeaf:
-    """A leaf that is no array for jax; it is part of the treedef of the call."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
 class CallOptions:
     """The `jit` arguments of a function, normalised: every argument by position where the signature tells it."""
 
@@ -43,8 +36,10 @@ class Call:
     Attributes:
         leaves: The array leaves, in order.
         avals: Shape, dtype and weak type of each.
-        treedef: Structure of `(args, kwargs)` with static arguments removed and other non-arrays as `StaticLeaf`.
-        statics: Static arguments by position or name, and non-array leaves by leaf number.
+        treedef: Structure of `(args, kwargs)` with static arguments removed.
+        statics: Static arguments by position or name.
+        array_positions: Leaf number in `treedef` of each array leaf.
+        static_leaves: Leaves that are no arrays for jax (an activation function inside a module), by leaf number.
         paths: Leaf path of each array leaf, unique, starting with the parameter's name.
         owners: Argument of each leaf: its position, or its name for keyword arguments.
         donated: Whether each leaf is donated.
@@ -148,7 +143,8 @@ def options_for(
     return CallOptions(*static, *donate)
 
 
-def _is_static(leaf: object) -> bool:
+def is_static(leaf: object) -> bool:
+    """True for a leaf that is no array for jax."""
     try:
         compat.abstractify(leaf)
     except TypeError:
@@ -211,7 +207,7 @@ def flatten_call(
     owners: list[int | str] = []
     prefixed: list[tuple[str, tuple[Any, ...]]] = []
     for number, (path, leaf) in enumerate(with_paths):
-        if _is_static(leaf):
+        if is_static(leaf):
             static_leaves.append((number, leaf))
             continue
         owner: int | str

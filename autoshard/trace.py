@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec
 from autoshard import compat
 from autoshard.errors import TraceError
 from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
-from autoshard.signature import Call, StaticLeaf, leaf_paths
+from autoshard.signature import Call, is_static, leaf_paths
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 ONE_TO_ONE = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+HOST_EFFECTS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +74,11 @@ def trace(
         out_trees.append(out_tree)
         arrays = []
         for number, (path, leaf) in enumerate(with_paths):
-            if isinstance(leaf, jax.Array) or _is_array(leaf):
+            if is_static(leaf):
+                static_outputs.append((number, leaf))
+            else:
                 arrays.append(leaf)
                 out_paths.append(("out", tuple(path)))
-            else:
-                static_outputs.append((number, leaf))
         return arrays
 
     scope = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
@@ -92,15 +93,24 @@ def trace(
         ) from error
     jaxpr = core.ClosedJaxpr(_distinct(closed, keep_user_constraints), compat.consts_of(closed))
     program = _Builder(name, call, leaf_paths(out_paths)).build(jaxpr)
+    if mesh is not None and mesh.size > 1:
+        _refuse_ordered_effects(program)
     return Traced(call, program, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves)
 
 
-def _is_array(leaf: object) -> bool:
-    try:
-        compat.abstractify(leaf)
-    except TypeError:
-        return False
-    return not isinstance(leaf, StaticLeaf)
+def effects_of(program: Program) -> tuple[Eqn, ...]:
+    """The equations that do something on the host besides computing their results, those of bodies included."""
+    return tuple(eqn for eqn in program.eqns if eqn.primitive in HOST_EFFECTS)
+
+
+def _refuse_ordered_effects(program: Program) -> None:
+    for eqn in program.eqns:
+        if not eqn.bodies and compat.one_device_only(eqn.origin):
+            where = source_line(eqn)
+            raise TraceError(
+                f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an ordered effect, and jax runs "
+                f"ordered effects on one device only. Use ordered=False there, or a mesh of one device."
+            )
 
 
 def _plain_jit(eqn: Any) -> bool:
@@ -402,6 +412,21 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
 
     closed = program.origin
     return core.ClosedJaxpr(rewrite(compat.open_jaxpr(closed), program.body, None), closed.consts)
+
+
+def without_effects(closed: Any) -> Any:
+    """The closed jaxpr without the prints and callbacks that return nothing."""
+
+    def strip(jaxpr: Any) -> Any:
+        kept = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in HOST_EFFECTS and all(map(compat.is_drop, eqn.outvars)):
+                continue
+            params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, strip(compat.open_jaxpr(j))))
+            kept.append(eqn.replace(params=params))
+        return jaxpr.replace(eqns=kept)
+
+    return core.ClosedJaxpr(strip(compat.open_jaxpr(closed)), closed.consts)
 
 
 def check(closed: Any) -> None:

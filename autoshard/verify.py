@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import LogicalAxes
 from autoshard.inputs import Inputs
-from autoshard.trace import Traced, as_function
+from autoshard.meshes import MeshInfo
+from autoshard.trace import Traced, as_function, without_effects
 from autoshard.trial import Verified
 
 FACTOR = 16.0
@@ -118,12 +119,23 @@ def longest_sum(axes: LogicalAxes) -> int:
     return longest
 
 
-def unsharded_reference(traced: Traced, axes: LogicalAxes, inputs: Inputs, device: jax.Device) -> Reference:
-    """Runs the unsharded function on one device, and again with every float input nudged by one unit in the last place."""
-    alone = [SingleDeviceSharding(device)] * len(inputs.call.avals)
-    run = jax.jit(as_function(traced.program.origin, traced.program.name))
-    outputs = [to_numpy(leaf) for leaf in run(*inputs.place(alone))]
-    nudged = [_nudged(run, inputs, alone, seed) for seed in range(NUDGES)]
+def reference(traced: Traced, axes: LogicalAxes, inputs: Inputs, mesh: MeshInfo) -> Reference:
+    """Runs the unsharded function on one device, and again with every float input nudged by one unit in the last place.
+
+    A function that names several devices itself (a nested jit or a constraint with shardings, a shard_map) cannot run on
+    one; its reference is the function as it stands, with replicated arguments. Prints and callbacks that return nothing
+    are left out.
+    """
+    run = jax.jit(as_function(without_effects(traced.program.origin), traced.program.name))
+    against = "unsharded"
+    shardings: list[Sharding] = [SingleDeviceSharding(mesh.user.devices.flat[0])] * len(inputs.call.avals)
+    try:
+        outputs = [to_numpy(leaf) for leaf in run(*inputs.place(shardings))]
+    except ValueError:
+        against = "replicated"
+        shardings = [NamedSharding(mesh.auto, PartitionSpec())] * len(inputs.call.avals)
+        outputs = [to_numpy(leaf) for leaf in run(*inputs.place(shardings))]
+    nudged = [_nudged(run, inputs, shardings, seed) for seed in range(NUDGES)]
     eps, terms = epsilon_of(axes), longest_sum(axes)
     tolerances: list[float] = []
     unstable: list[np.ndarray | None] = []
@@ -141,7 +153,7 @@ def unsharded_reference(traced: Traced, axes: LogicalAxes, inputs: Inputs, devic
         drift = [d for d in drift if math.isfinite(d)]
         unstable.append(None)
         tolerances.append(FACTOR * (eps * math.sqrt(terms) * scale + max(drift, default=0.0)) + float(np.finfo(np.float32).tiny))
-    return Reference(tuple(outputs), tuple(unstable), tuple(tolerances), "unsharded", traced.program.output_paths)
+    return Reference(tuple(outputs), tuple(unstable), tuple(tolerances), against, traced.program.output_paths)
 
 
 def _nudged(
