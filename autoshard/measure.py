@@ -109,7 +109,7 @@ def measure(
     *,
     keep_inputs: bool = True,
     protected: Sequence[str] = (),
-    seconds: float | None = None,
+    late: Callable[[], bool] = lambda: False,
     on_round: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> dict[str, Measured]:
     """Measures candidates against each other.
@@ -120,7 +120,7 @@ def measure(
         carry: Pairs (input leaf, output leaf) that feed the next step.
         keep_inputs: False where the inputs of all candidates do not fit together: they are made afresh each round.
         protected: Names that are never dropped as hopeless.
-        seconds: Stop after this long (at least `MIN_ROUNDS` rounds are run).
+        late: True once time is up (at least `MIN_ROUNDS` rounds are run).
         on_round: Called after each round with the medians so far.
 
     Returns:
@@ -132,7 +132,6 @@ def measure(
             runner.step(timed=False)
         runner.rest()
     active = list(runners)
-    started = time.perf_counter()
     for round_number in range(1, MAX_ROUNDS + 1):
         for name in active:
             if not keep_inputs:
@@ -147,7 +146,6 @@ def measure(
             active = [n for n in active if n in protected or min(runners[n].seconds) <= HOPELESS * medians[best]]
         if round_number >= MIN_ROUNDS:
             others = [ratio_interval(runners[n].seconds, runners[best].seconds) for n in active if n != best]
-            late = seconds is not None and time.perf_counter() - started > seconds
-            if late or all(i.low > 1.0 for i in others):
+            if late() or all(i.low > 1.0 for i in others):
                 break
     return {n: Measured(float(np.median(r.seconds)), len(r.seconds), tuple(r.seconds)) for n, r in runners.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,9 +51,10 @@ class Effort:
     """How much evidence a search gathers.
 
     Attributes:
-        compiled: Candidates compiled at most (more only where none of them fits the memory budget).
-        measured: Candidates measured at most; the best preset is always among them.
-        seconds: Stop measuring after this long; None for as long as it takes.
+        compiled: Candidates compiled at most (more only where none of them fits the budget or gives right numbers); up
+            to half of them presets.
+        measured: Candidates measured at most; the best preset is among them if it is two or more.
+        seconds: Compile and measure nothing new after this long; None for as long as it takes.
     """
 
     compiled: int = 12
@@ -68,7 +70,7 @@ class Effort:
 
 def optimize(
     fn: Callable[..., Any],
-    example_args: Sequence[Any],
+    example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -92,7 +94,8 @@ def optimize(
 
     Args:
         fn: What you would give to `jax.jit`; already jitted is fine.
-        example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct`.
+        example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct` (values
+            for verifying and measuring are then made here); or a function that returns them.
         mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`.
         example_kwargs: Keyword arguments.
         static_argnums: As for `jax.jit`.
@@ -139,6 +142,7 @@ def optimize(
         for note in prepared.notes:
             reporter.say(note)
         predictor = Predictor(problem, machine, call.donated, has_reduce_scatter=request.mesh.platform != "cpu")
+        started = time.monotonic()
         proposals = propose(
             problem,
             predictor,
@@ -153,12 +157,14 @@ def optimize(
         race = Race(
             prepared, predictor, proposals.evidence, inputs_for(call, program), budget_bytes, compiler_options, reporter
         )
-        interrupted = False
+        race.deadline_s = None if effort.seconds is None else started + effort.seconds
+        interrupted = proposals.interrupted
         try:
-            winner = _run(race, proposals, effort)
+            winner = _best_so_far(race, proposals) if interrupted else _run(race, proposals, effort)
         except KeyboardInterrupt:
             interrupted = True
             winner = _best_so_far(race, proposals)
+        if interrupted:
             reporter.say("interrupted; returning the best so far")
     return _plan(race, proposals, winner, compiler_options, interrupted)
 
@@ -185,9 +191,12 @@ def _run(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
     fresh = [c for c in ranked if c not in known]
     chosen = known + _with_presets(fresh, max(0, effort.compiled - len(known)), presets_at_least=effort.compiled // 2)
-    for candidate in chosen:
+    for number, candidate in enumerate(chosen):
+        if number and race.late():
+            race.progress.say(f"out of time after {number} of {len(chosen)} compiles")
+            break
         race.compile(candidate)
-    fitting = [c for c in chosen if c.trial.status != "rejected"]
+    fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
     if not fitting:
         fitting = _compile_smallest(race, chosen, effort.compiled)
     fitting.sort(key=lambda c: c.order)
@@ -224,7 +233,7 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
         if rejected:
             left = [c for c in left if c not in rejected] or _next_best(race, effort.compiled)
             continue
-        race.measure(chosen, effort.seconds)
+        race.measure(chosen)
         measured = [c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"]
         if measured:
             return race.fastest(measured)
@@ -257,9 +266,9 @@ def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
 
 
 def _with_presets(ranked: list[Candidate], count: int, presets_at_least: int) -> list[Candidate]:
-    """The first `count` of a ranking, its last places given to the best presets where too few are among them."""
+    """The first `count` of a ranking, its last places (never the first) to the best presets where too few are in it."""
     chosen = ranked[:count]
-    missing = min(presets_at_least, count) - sum(c.is_preset for c in chosen)
+    missing = min(presets_at_least, count - 1) - sum(c.is_preset for c in chosen)
     for candidate in ranked[count:]:
         if missing <= 0:
             break
@@ -366,7 +375,7 @@ def _plan(
 
 def apply(
     fn: Callable[..., Any],
-    example_args: Sequence[Any],
+    example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,
     layout: Plan | SpecTable | str | Path | Sequence[AxisRule | str | tuple[str, str]],
     *,

@@ -65,7 +65,7 @@ class Prepared:
 
 def make_request(
     fn: Callable[..., Any],
-    example_args: Sequence[Any],
+    example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,
     *,
     example_kwargs: Mapping[str, Any] | None,
@@ -84,6 +84,8 @@ def make_request(
     """
     if not callable(fn):
         raise ArgumentError(f"fn is a {type(fn).__name__}; pass the function you would give to jax.jit.")
+    if callable(example_args):
+        example_args = example_args()
     if not isinstance(example_args, tuple | list):
         raise ArgumentError(
             f"example_args is a {type(example_args).__name__}; pass a tuple of the positional arguments, "
@@ -152,7 +154,9 @@ def _notes_on(program: Program) -> list[str]:
     effects = Counter(eqn.primitive for eqn in effects_of(program))
     if effects:
         listed = ", ".join(f"{count} {name}" for name, count in effects.items())
-        notes.append(f"side effects ({listed}): they happen whenever a candidate is verified or measured, and when it runs")
+        notes.append(
+            f"side effects ({listed}): they happen whenever a candidate is verified or measured, and when it runs"
+        )
     large = [v for v in program.captured() if v.bytes >= LARGE_CONSTANT_BYTES]
     if large:
         listed = ", ".join(f"{v.dtype}{list(v.shape)}" for v in large[:3])

@@ -6,6 +6,7 @@ Each rung cuts the ranked list. What a candidate earned is kept in the study, so
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -72,6 +73,7 @@ class Race:
     candidates: list[Candidate] = field(default_factory=list)
     reference: verify.Reference | None = None
     reference_failure: str = ""
+    deadline_s: float | None = None
 
     def enter(self, proposals: Iterable[Proposal]) -> None:
         """Enters each proposal twice: with constraints inside, and for arguments only."""
@@ -220,7 +222,11 @@ class Race:
             return
         self._keep(candidate)
 
-    def measure(self, candidates: Sequence[Candidate], seconds: float | None) -> None:
+    def late(self) -> bool:
+        """True after the deadline (`time.monotonic`)."""
+        return self.deadline_s is not None and time.monotonic() > self.deadline_s
+
+    def measure(self, candidates: Sequence[Candidate]) -> None:
         """Measures candidates against each other, round by round."""
         if all(c.trial.measured is not None for c in candidates):
             return
@@ -236,7 +242,7 @@ class Race:
                     self.prepared.carry,
                     keep_inputs=self._inputs_fit(list(by_name.values())),
                     protected=presets,
-                    seconds=seconds,
+                    late=self.late,
                     on_round=lambda n, best: self.progress.doing(
                         f"measuring round {n}: " + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
                     ),

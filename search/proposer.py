@@ -59,12 +59,14 @@ class Proposals:
         skipped: Presets that make no sense here.
         evidence: What the study already knows of candidates.
         evaluations: How many predictions were made.
+        interrupted: True if Ctrl-C ended the proposing early.
     """
 
     ranked: tuple[Proposal, ...]
     skipped: tuple[Skipped, ...]
     evidence: Evidence
     evaluations: int
+    interrupted: bool = False
 
 
 def propose(
@@ -107,17 +109,12 @@ def propose(
         for p in named
         if (first := search.preset(p)) != p.name
     ]
-    search.replay()
-    for start in search.best(3):
-        search.descend(start)
-    if space.roles:
-        for done in range(search.remaining(asks)):
-            search.ask()
-            if on_progress is not None:
-                on_progress(done + 1, asks)
-        for start in search.best(2):
-            search.descend(start)
-    return Proposals(search.ranked(), (*skipped, *same), Evidence(study), search.evaluations)
+    interrupted = False
+    try:
+        search.run(asks, on_progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Proposals(search.ranked(), (*skipped, *same), Evidence(study), search.evaluations, interrupted)
 
 
 class _Search:
@@ -129,6 +126,19 @@ class _Search:
         self._found: dict[str, Proposal] = {}
         self._count = 0
         self.evaluations = 0
+
+    def run(self, asks: int, on_progress: Callable[[int, int], None] | None) -> None:
+        """What an earlier run found, descent from the best presets, the sampler, descent from the best of all."""
+        self.replay()
+        for start in self.best(3):
+            self.descend(start)
+        if self._space.roles:
+            for done in range(self.remaining(asks)):
+                self.ask()
+                if on_progress is not None:
+                    on_progress(done + 1, asks)
+            for start in self.best(2):
+                self.descend(start)
 
     def _evaluate(self, rules: Sequence[AxisRule], name: str, origin: str) -> Proposal:
         layout = Layout(self._problem, tuple(rules))

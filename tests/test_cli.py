@@ -133,6 +133,22 @@ def test_a_killed_search_continues_and_repeats_no_finished_candidate(here: Path)
     assert compiled_seconds(records(log)) == after
 
 
+def test_ctrl_c_ends_the_search_and_saves_the_best_so_far(here: Path) -> None:
+    arguments = (*SEARCH[:-4], "--compiled", "12", "--measured", "4", "--out", "best.json")
+    job = subprocess.Popen(
+        command("search", "job:factory", *arguments),
+        cwd=here, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert job.stderr is not None
+    seen = next(line for line in job.stderr if "compiled in" in line)
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=200)
+    assert job.returncode == 0, seen + err
+    assert "interrupted" in err
+    assert "verified: no (the search was interrupted" in out or "verified: yes" in out
+    assert (here / "best.json").exists()
+
+
 def test_a_study_of_another_program_is_refused(here: Path) -> None:
     study = ("--storage", "study.log", "--study", "mine")
     assert run(here, "search", "job:factory", *SEARCH, *study).returncode == 0
