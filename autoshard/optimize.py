@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from autoshard.errors import (
     TableError,
 )
 from autoshard.inputs import inputs_for
+from autoshard.isolate import Isolation
 from autoshard.layout import AxisRule, Layout, Problem, shard_count
 from autoshard.meshes import MeshInfo
 from autoshard.pins import canonical_spec
@@ -85,6 +87,9 @@ def optimize(
     hardware: Hardware | str | None = None,
     effort: Effort | None = None,
     compiler_options: CompilerOptions | None = None,
+    isolate: bool = False,
+    compile_timeout_s: float = 600.0,
+    compile_memory_bytes: int | str | None = None,
     storage: str | Path | None = None,
     study: str | None = None,
     seed: int = 0,
@@ -110,6 +115,11 @@ def optimize(
         hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the mesh's devices.
         effort: How many candidates are compiled and measured.
         compiler_options: Passed to XLA as they are.
+        isolate: Compile each candidate in a process of its own first: one whose compilation aborts, hangs or runs out
+            of memory is rejected with its reason and the search goes on.
+        compile_timeout_s: With `isolate`, a compilation that takes longer has failed.
+        compile_memory_bytes: With `isolate`, what the compiler's process may allocate, an int or text such as
+            `"16GiB"`.
         storage: A journal file or Optuna storage URL in which the study is kept, to continue it later.
         study: The study's name in it.
         seed: Of the sampler.
@@ -126,13 +136,19 @@ def optimize(
     """
     effort = Effort() if effort is None else effort
     budget_bytes = parse_bytes(memory_budget_bytes)
+    if not compile_timeout_s > 0:
+        raise ArgumentError(f"compile_timeout_s={compile_timeout_s!r}: it must be more than 0.")
+    compiler_bytes = parse_bytes(compile_memory_bytes, "compile_memory_bytes")
     request, call = make_request(
         fn, example_args, mesh, example_kwargs=example_kwargs, static_argnums=static_argnums,
         static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames, carry=carry,
         pins=pins, user_constraints=user_constraints,
     )  # fmt: skip
     machine = resolve_hardware(hardware, request.mesh)
-    with Progress(progress) as reporter:
+    isolation: AbstractContextManager[Isolation | None] = nullcontext()
+    if isolate:
+        isolation = Isolation(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes)
+    with Progress(progress) as reporter, isolation as isolated:
         prepared = prepare(request, call)
         problem, program = prepared.problem, prepared.traced.program
         reporter.say(
@@ -157,6 +173,7 @@ def optimize(
         race = Race(
             prepared, predictor, proposals.evidence, inputs_for(call, program), budget_bytes, compiler_options, reporter
         )
+        race.isolation = isolated
         race.deadline_s = None if effort.seconds is None else started + effort.seconds
         interrupted = proposals.interrupted
         try:
@@ -349,7 +366,7 @@ def _plan(
     if winner.trial.verified is not None:
         found = winner.trial.verified
         verified = Verification(
-            True, f"outputs equal the {found.against} function's, largest error {found.max_abs_err:.3g}"
+            True, f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
         )
     elif interrupted:
         verified = Verification(False, "the search was interrupted before the comparison")
@@ -366,7 +383,7 @@ def _plan(
         verified=verified,
         trials=tuple(c.trial for c in race.candidates),
         skipped=proposals.skipped,
-        notes=prepared.notes,
+        notes=(*prepared.notes, *race.notes),
         compiler_options=compiler_options,
         compiled=winner.compiled,
         rebind=_rebinder(prepared.request),
@@ -564,8 +581,8 @@ def _identity(prepared: Prepared) -> dict[str, str]:
     }
 
 
-def parse_bytes(size: int | str | None) -> int | None:
-    """A number of bytes from an int or text.
+def parse_bytes(size: int | str | None, name: str = "memory_budget_bytes") -> int | None:
+    """A number of bytes from an int or text; `name` is the argument that it came by.
 
     >>> parse_bytes("16GiB"), parse_bytes("1.5 kB".replace("k", "K")), parse_bytes(1024)
     (17179869184, 1500, 1024)
@@ -577,7 +594,7 @@ def parse_bytes(size: int | str | None) -> int | None:
         return size
     match = _SIZE.match(size) if isinstance(size, str) else None
     if match is None:
-        raise ArgumentError(f"memory_budget_bytes={size!r}; use a positive int, or text such as '16GiB' or '800MB'.")
+        raise ArgumentError(f"{name}={size!r}; use a positive int, or text such as '16GiB' or '800MB'.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from autoshard import verify
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import CollectiveOp
-from autoshard.inputs import Inputs
+from autoshard.inputs import Inputs, inputs_for
+from autoshard.isolate import Failure, InProcess, Isolation
 from autoshard.layout import Layout
 from autoshard.measure import RunError, measure, ratio_interval
 from autoshard.partition import PartitionFailure, partition
@@ -25,7 +25,9 @@ from autoshard.progress import Progress
 from autoshard.report import bytes_text, seconds_text
 from autoshard.search.proposer import Proposal
 from autoshard.search.storage import Evidence
-from autoshard.trial import PartitionedEvidence, Predicted, Trial
+from autoshard.shrink import Shrunk, shrink
+from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial, Verified
+from autoshard.verify import Reference, Trusted, reference_of, unsharded
 
 log = logging.getLogger("autoshard")
 
@@ -71,8 +73,10 @@ class Race:
     compiler_options: CompilerOptions | None
     progress: Progress
     candidates: list[Candidate] = field(default_factory=list)
-    reference: verify.Reference | None = None
+    reference: Reference | None = None
     reference_failure: str = ""
+    isolation: Isolation | None = None
+    notes: list[str] = field(default_factory=list)
     deadline_s: float | None = None
 
     def enter(self, proposals: Iterable[Proposal]) -> None:
@@ -146,7 +150,10 @@ class Race:
         return times
 
     def compile(self, candidate: Candidate, *, to_run: bool = False) -> None:
-        """Compiles one candidate; where the study already holds its evidence, only if it is needed `to_run`."""
+        """Compiles one candidate; where there is evidence of it already, only if it is needed `to_run`.
+
+        With isolation that is in a process of its own, and in this one only what survived there and is needed `to_run`.
+        """
         if candidate.trial.status == "rejected" or candidate.compiled is not None:
             return
         if candidate.trial.compiled is not None and not to_run:
@@ -156,18 +163,23 @@ class Race:
         compute_s = candidate.proposal.prediction.compute_s
         try:
             built = candidate.built or build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
-            candidate.compiled = compile_built(
-                built,
-                self.prepared.request.mesh,
-                compiler_options=self.compiler_options,
-                time_of=lambda ops: self.time_s(compute_s, ops),
-            )
+            found = trial.compiled or self._isolated(built, compute_s)
+            if isinstance(found, Failure):
+                self._reject(candidate, f"compilation failed: {found.reason}")
+                return
+            if found is None or to_run:
+                candidate.compiled = compile_built(
+                    built,
+                    self.prepared.request.mesh,
+                    compiler_options=self.compiler_options,
+                    time_of=lambda ops: self.time_s(compute_s, ops),
+                )
+                found = found or candidate.compiled.evidence
         except Exception as error:
             self._reject(candidate, f"compilation failed: {_one_line(error)}")
             return
         if trial.compiled is not None:
-            return  # an earlier run of the study compiled it; its evidence stands
-        found = candidate.compiled.evidence
+            return  # its evidence stands
         candidate.trial = replace(trial, status="compiled", compiled=found)
         over = self.over_budget(candidate)
         if over:
@@ -179,6 +191,21 @@ class Race:
             f"peak {bytes_text(found.peak_bytes)}"
         )
 
+    def _isolated(self, built: Built, compute_s: float) -> CompiledEvidence | Failure | None:
+        """Compiles in a process of its own; None where that is not wanted or not possible (which is noted)."""
+        if self.isolation is None:
+            return None
+        outcome = self.isolation.compile(
+            built, compiler_options=self.compiler_options, time_of=lambda ops: self.time_s(compute_s, ops)
+        )
+        if not isinstance(outcome, InProcess):
+            return outcome
+        note = f"compiled in the process of the search, not isolated: {outcome.reason}"
+        if note not in self.notes:
+            self.notes.append(note)
+            self.progress.say(note)
+        return None
+
     def over_budget(self, candidate: Candidate) -> str:
         """Why a compiled candidate does not fit the memory budget; empty where it does."""
         found = candidate.trial.compiled
@@ -189,26 +216,28 @@ class Race:
         )
 
     def verify(self, candidate: Candidate) -> None:
-        """Compares a compiled candidate's outputs with the unsharded function; a mismatch rejects it."""
+        """Compares a compiled candidate's outputs with the unsharded function's; a mismatch rejects it.
+
+        Where the unsharded function does not fit on one device, the outputs are compared with those of another compiled
+        layout, and the same layout with the unsharded function at smaller sizes.
+        """
         if candidate.trial.status == "rejected" or candidate.trial.verified is not None or self.reference_failure:
             return
         self.compile(candidate, to_run=True)
         if candidate.compiled is None:
             return
         self.progress.doing(f"verifying {candidate.trial.name}")
-        if self.reference is None:
-            prepared = self.prepared
-            try:
-                self.reference = verify.reference(
-                    prepared.traced, prepared.problem.roles.axes, self.inputs, prepared.request.mesh
-                )
-            except Exception as error:
-                self.reference_failure = f"the unsharded function did not run on one device: {_one_line(error)}"
-                return
         try:
-            leaves = self.inputs.place(candidate.compiled.built.in_shardings)
-            outputs = candidate.compiled.executable(*leaves)
-            found, agrees = self.reference.compare(outputs)
+            reference, shrunk = self._reference(candidate)
+        except Exception as error:
+            self.reference_failure = f"nothing to compare with: {_one_line(error)}"
+            return
+        try:
+            found, agrees = self._compare(candidate.compiled, self.inputs, reference)
+            if agrees and shrunk is not None:
+                small, agrees = self._compare_shrunk(shrunk)
+                text = f"{found.against}, and the {small.against} at sizes divided by up to {shrunk.factor}"
+                found = replace(small if not agrees else found, against=text)
         except Exception as error:
             self._reject(candidate, f"running failed: {_one_line(error)}")
             return
@@ -216,11 +245,46 @@ class Race:
         if not agrees:
             self._reject(
                 candidate,
-                f"wrong numbers: {found.leaf} differs from the {found.against} function by {found.max_abs_err:.3g}, "
+                f"wrong numbers: {found.leaf} differs from that of the {found.against} by {found.max_abs_err:.3g}, "
                 f"tolerance {found.tolerance:.3g}",
             )
             return
         self._keep(candidate)
+
+    def _compare(self, compiled: Compiled, inputs: Inputs, reference: Reference) -> tuple[Verified, bool]:
+        return reference.compare(compiled.executable(*inputs.place(compiled.built.in_shardings)))
+
+    def _reference(self, candidate: Candidate) -> tuple[Reference, Shrunk | None]:
+        """What to compare a candidate with, and for the large ones its small sister."""
+        axes = self.prepared.problem.roles.axes
+        whole = self.predictor.predict(replace(candidate.layout, rules=())).peak_bytes
+        if whole <= self.predictor.hardware.memory_bytes:
+            if self.reference is None:
+                trusted = unsharded(self.prepared.traced, self.inputs, self.prepared.request.mesh)
+                self.reference = reference_of(trusted, axes, self.inputs)
+            return self.reference, None
+        others = [
+            c for c in self.candidates
+            if c.compiled is not None and c.layout.input_specs() != candidate.layout.input_specs()
+        ]  # fmt: skip
+        if not others:
+            raise LookupError("the unsharded function does not fit on one device, and no second layout was compiled")
+        other = others[0]
+        assert other.compiled is not None
+        trusted = Trusted(other.compiled.executable, other.compiled.built.in_shardings, f"layout {other.trial.name}")
+        found = shrink(self.prepared, candidate.layout)
+        if isinstance(found, str):
+            self.progress.say(f"{candidate.trial.name}: not compared at smaller sizes, {found}")
+        return reference_of(trusted, axes, self.inputs), None if isinstance(found, str) else found
+
+    def _compare_shrunk(self, shrunk: Shrunk) -> tuple[Verified, bool]:
+        """Compiles and runs the small sister of a layout, against the unsharded small function."""
+        traced, mesh = shrunk.prepared.traced, shrunk.prepared.request.mesh
+        inputs = inputs_for(traced.call, traced.program)
+        trusted = unsharded(traced, inputs, mesh)
+        reference = reference_of(trusted, shrunk.prepared.problem.roles.axes, inputs)
+        compiled = compile_built(build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options)
+        return self._compare(compiled, inputs, reference)
 
     def late(self) -> bool:
         """True after the deadline (`time.monotonic`)."""

@@ -67,7 +67,7 @@ class Verified:
     Attributes:
         max_abs_err: Largest absolute difference of any leaf.
         tolerance: Tolerance of the leaf that came closest to (or went furthest over) its own.
-        against: `unsharded`, or the name of the second layout.
+        against: `unsharded function`, or the second layout and the sizes at which the unsharded function ran.
         leaf: Path of that leaf.
     """
 
