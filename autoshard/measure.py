@@ -108,7 +108,6 @@ def measure(
     carry: Sequence[tuple[int, int]],
     *,
     keep_inputs: bool = True,
-    protected: Sequence[str] = (),
     late: Callable[[], bool] = lambda: False,
     on_round: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> dict[str, Measured]:
@@ -119,7 +118,6 @@ def measure(
         inputs: Where the inputs come from.
         carry: Pairs (input leaf, output leaf) that feed the next step.
         keep_inputs: False where the inputs of all candidates do not fit together: they are made afresh each round.
-        protected: Names that are never dropped as hopeless.
         late: True once time is up (at least `MIN_ROUNDS` rounds are run).
         on_round: Called after each round with the medians so far.
 
@@ -143,7 +141,7 @@ def measure(
             on_round(round_number, medians)
         best = min(active, key=lambda name: medians[name])
         if round_number >= 2:
-            active = [n for n in active if n in protected or min(runners[n].seconds) <= HOPELESS * medians[best]]
+            active = [n for n in active if min(runners[n].seconds) <= HOPELESS * medians[best]]
         if round_number >= MIN_ROUNDS:
             others = [ratio_interval(runners[n].seconds, runners[best].seconds) for n in active if n != best]
             if late() or all(i.low > 1.0 for i in others):

@@ -297,7 +297,6 @@ class Race:
         for candidate in candidates:
             self.compile(candidate, to_run=True)
         by_name = {c.trial.name: c for c in candidates if c.compiled is not None}
-        presets = [c.trial.name for c in candidates if c.is_preset]
         while by_name:
             try:
                 found = measure(
@@ -305,7 +304,6 @@ class Race:
                     self.inputs,
                     self.prepared.carry,
                     keep_inputs=self._inputs_fit(list(by_name.values())),
-                    protected=presets,
                     late=self.late,
                     on_round=lambda n, best: self.progress.doing(
                         f"measuring round {n}: " + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
