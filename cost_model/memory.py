@@ -12,17 +12,17 @@ point itself gathers. The rules:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
-from autoshard.program import Body, Eqn, Program, Value
+from autoshard.program import Body, Eqn, Flow, Program, Value
 
 END = 1 << 60
+LOOPS = frozenset({"scan", "while"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,56 +55,50 @@ def memory_table(
     point_eqn: list[int] = []
     point_of = np.zeros(len(program.eqns), dtype=np.int64)
 
-    def add(alive: Counter[Value], eqn: Eqn) -> None:
+    def bytes_of(values: Iterable[Value]) -> NDArray[np.float64]:
         row = np.zeros(columns)
-        for value, copies in alive.items():
-            row[column_of(value)] += copies * value.bytes
-        rows.append(row)
-        point_eqn.append(eqn.index)
+        for value in values:
+            row[column_of(value)] += value.bytes
+        return row
 
-    def visit(body: Body, around: Counter[Value], owned: Sequence[Value], keep: frozenset[Value]) -> None:
+    def visit(body: Body, around: NDArray[np.float64], owned: Iterable[Value], keep: frozenset[Value]) -> None:
         """Points of a body. `owned` inputs count here, the others are counted by whoever calls; `keep` never dies."""
         last, stored = _last_uses(body)
-        alive: Counter[Value] = Counter(owned)
-        for value in keep:
-            last[value] = END
+        last |= dict.fromkeys(keep, END)
         dying: dict[int, list[Value]] = {}
         for value, position in last.items():
             dying.setdefault(position, []).append(value)
+        alive = set(owned)
+        row = around + bytes_of(alive)
         for position, eqn in enumerate(body.eqns):
-            loop = eqn.primitive in ("scan", "while")
-            made = Counter(v for v in eqn.outputs if v in stored)
+            made = {v for v in eqn.outputs if v in stored} - alive
             if eqn.bodies:
-                outside = around + alive
-                if loop:
-                    carried = {t.outer for t in eqn.ties if t.flow.value == "back"}
-                    starts = {t.outer for t in eqn.ties if t.flow.value == "in" and _carried_in(eqn, t.inner)}
-                    outside += made + Counter(v for v in carried if v not in made)
-                    outside -= Counter(v for v in starts if last.get(v) == position and v in alive)
-                slices = {t.inner for t in eqn.ties if t.offset and t.flow.value == "in"}
+                outside = row
+                if eqn.primitive in LOOPS:  # results exist from the start; a carry that ends here becomes its result
+                    carried = {t.outer for t in eqn.ties if t.flow is Flow.BACK}
+                    begins = {start for start, _ in eqn.carries}
+                    starts = {t.outer for t in eqn.ties if t.flow is Flow.IN and t.inner in begins}
+                    ending = {v for v in starts if last.get(v) == position and v in alive}
+                    outside = row + bytes_of(made | carried) - bytes_of(ending)
+                slices = {t.inner for t in eqn.ties if t.offset and t.flow is Flow.IN}
                 for inner in eqn.bodies:
                     visit(inner, outside, [v for v in inner.inputs if v in slices], frozenset())
-                if not loop:
-                    alive += made
-                    add(around + alive, eqn)
-                else:
-                    alive += made
-            else:
-                alive += made
-                add(around + alive, eqn)
+            alive |= made
+            row = row + bytes_of(made)
+            if eqn.primitive not in LOOPS:
+                rows.append(row)
+                point_eqn.append(eqn.index)
             point_of[eqn.index] = len(rows) - 1
-            for value in dying.get(position, ()):
-                alive.pop(value, None)
+            dead = alive.intersection(dying.get(position, ()))
+            if dead:
+                alive -= dead
+                row = row - bytes_of(dead)
 
     inputs = program.body.inputs
     keep = frozenset(v for v, gone in zip(inputs, donated, strict=True) if not gone)
-    visit(program.body, Counter(), [*inputs, *program.body.consts], keep)
+    visit(program.body, np.zeros(columns), [*inputs, *program.body.consts], keep)
     table = np.array(rows).reshape(len(rows), columns)
     return MemoryTable(table, np.array(point_eqn, dtype=np.int64), np.maximum(point_of, 0))
-
-
-def _carried_in(eqn: Eqn, inner: Value) -> bool:
-    return any(start is inner for start, _ in eqn.carries)
 
 
 def _last_uses(body: Body) -> tuple[dict[Value, int], set[Value]]:
