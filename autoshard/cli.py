@@ -52,6 +52,12 @@ def search(
     measured: Annotated[int, typer.Option(help="Candidates to measure.")] = Effort().measured,
     seconds: Annotated[float | None, typer.Option(help="Stop measuring after this long.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    isolate: Annotated[
+        bool | None,
+        typer.Option("--isolate/--no-isolate", help="Compile in a process of its own.", show_default="isolate"),
+    ] = None,
+    compile_timeout: Annotated[float | None, typer.Option(help="Seconds until a compilation has failed.")] = None,
+    compile_memory: Annotated[str | None, typer.Option(help="For the compiler's process, such as 16GiB.")] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -61,8 +67,10 @@ def search(
     arguments = call_factory(factory)
     chosen: dict[str, Any] = {
         "mesh": mesh, "memory_budget_bytes": memory_budget, "hardware": hardware, "storage": storage, "study": study,
+        "isolate": isolate, "compile_timeout_s": compile_timeout, "compile_memory_bytes": compile_memory,
     }  # fmt: skip
     arguments |= {key: value for key, value in chosen.items() if value is not None}
+    arguments.setdefault("isolate", True)
     if "mesh" not in arguments:
         raise ArgumentError("no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one.")
     arguments.setdefault("effort", Effort(compiled, min(measured, compiled), seconds))

@@ -7,6 +7,7 @@ jax 0.10 puts `ClosedJaxpr` into equation parameters and `num_consts`/`num_carry
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -162,3 +163,61 @@ def source_of(eqn: JaxprEqn) -> tuple[str, int]:
 
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     return ("", 0) if frame is None else (frame.file_name, frame.start_line)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRequest:
+    """A lowered program as another process can compile it, just as `lowered.compile()` would here.
+
+    Attributes:
+        module: StableHLO bytecode.
+        options: Serialised XLA CompileOptions.
+        device_ids: The devices of the program, in order.
+    """
+
+    module: bytes
+    options: bytes
+    device_ids: tuple[int, ...]
+
+
+def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None) -> CompileRequest | None:
+    """What another process needs to compile a lowered program; None if it calls back into this one."""
+    from jax._src.interpreters import mlir, pxla
+
+    computation: Any = lowered._lowering
+    args = computation.compile_args
+    if args["host_callbacks"] or args["keepalive"]:
+        return None
+    devices = list(computation._device_list)
+    to_inputs, to_outputs = pxla.get_prop_to_input_output(
+        args["in_shardings"], args["out_shardings"], len(args["ordered_effects"])
+    )
+    options: Any = pxla.create_compile_options(
+        computation.stablehlo(),
+        args["tuple_args"],
+        to_inputs,
+        to_outputs,
+        args["backend"],
+        np.array(devices, dtype=object),
+        {**dict(computation._compiler_options_kvs), **(compiler_options or {})},
+    )
+    module = mlir.module_to_bytecode(computation.stablehlo())
+    return CompileRequest(module, options.SerializeAsString(), tuple(device.id for device in devices))
+
+
+def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]) -> Any:
+    """Compiles a program that another process lowered, on these devices by id; it can be asked for text and memory."""
+    from jax._src import stages
+    from jaxlib import xla_client
+
+    class Sent(stages.Executable):
+        def xla_extension_executable(self) -> Any:
+            return executable
+
+    chosen = tuple(devices[number] for number in request.device_ids)
+    executable = chosen[0].client.compile_and_load(
+        request.module,
+        executable_devices=xla_client.DeviceList(chosen),
+        compile_options=xla_client.CompileOptions.ParseFromString(request.options),
+    )
+    return Sent()

@@ -52,6 +52,31 @@ class Built:
         return lowered
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a compiled program says of itself, in this process or sent from another one.
+
+    Attributes:
+        text: The program.
+        argument_bytes: Per device, as the others.
+        output_bytes: Outputs.
+        alias_bytes: Outputs that live in donated arguments.
+        temp_bytes: Temporaries.
+        peak_bytes: The compiler's own peak, 0 where it gives none.
+        flops: The compiler's count for one device, 0 where it gives none.
+        compile_s: Seconds it took to compile.
+    """
+
+    text: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    flops: float
+    compile_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """A compiled layout with what its program says."""
@@ -100,29 +125,47 @@ def compile_built(
         start = time.perf_counter()
         executable = lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
         seconds = time.perf_counter() - start
-    text = executable.as_text() or ""
-    ops = read_collectives(text, mesh.axes)
+    evidence = evidence_of(figures_of(executable, seconds), written(), mesh, time_of)
+    return Compiled(built, executable, evidence)
+
+
+def figures_of(executable: Any, compile_s: float) -> Figures:
+    """What an executable says of itself; it took `compile_s` seconds to compile."""
     memory: Any = executable.memory_analysis()
-    arguments, outputs = int(memory.argument_size_in_bytes), int(memory.output_size_in_bytes)
-    alias, temporary = int(memory.alias_size_in_bytes), int(memory.temp_size_in_bytes)
-    peak = arguments + outputs - alias + temporary
-    if mesh.platform != "cpu":
-        peak = int(getattr(memory, "peak_memory_in_bytes", 0)) or peak
     cost = executable.cost_analysis() or {}
-    evidence = CompiledEvidence(
+    return Figures(
+        text=executable.as_text() or "",
+        argument_bytes=int(memory.argument_size_in_bytes),
+        output_bytes=int(memory.output_size_in_bytes),
+        alias_bytes=int(memory.alias_size_in_bytes),
+        temp_bytes=int(memory.temp_size_in_bytes),
+        peak_bytes=int(getattr(memory, "peak_memory_in_bytes", 0)),
+        flops=float(cost.get("flops", 0.0)),
+        compile_s=compile_s,
+    )
+
+
+def evidence_of(
+    figures: Figures, stderr: str, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None
+) -> CompiledEvidence:
+    """The evidence in a program's figures and in what the compiler wrote to standard error."""
+    ops = read_collectives(figures.text, mesh.axes)
+    peak = figures.argument_bytes + figures.output_bytes - figures.alias_bytes + figures.temp_bytes
+    if mesh.platform != "cpu":
+        peak = figures.peak_bytes or peak
+    return CompiledEvidence(
         collectives=summarise(ops),
         collective_bytes=collective_bytes(ops),
-        argument_bytes=arguments,
-        output_bytes=outputs,
-        alias_bytes=alias,
-        temp_bytes=temporary,
+        argument_bytes=figures.argument_bytes,
+        output_bytes=figures.output_bytes,
+        alias_bytes=figures.alias_bytes,
+        temp_bytes=figures.temp_bytes,
         peak_bytes=peak,
-        full_remat_warnings=read_full_remat_warnings(written()),
-        flops=float(cost.get("flops", 0.0)),
+        full_remat_warnings=read_full_remat_warnings(stderr),
+        flops=figures.flops,
         time_s=0.0 if time_of is None else time_of(ops),
-        compile_s=seconds,
+        compile_s=figures.compile_s,
     )
-    return Compiled(built, executable, evidence)
 
 
 @contextlib.contextmanager

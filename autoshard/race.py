@@ -263,14 +263,16 @@ class Race:
                 trusted = unsharded(self.prepared.traced, self.inputs, self.prepared.request.mesh)
                 self.reference = reference_of(trusted, axes, self.inputs)
             return self.reference, None
-        others = [
+        others = (
             c for c in self.candidates
-            if c.compiled is not None and c.layout.input_specs() != candidate.layout.input_specs()
-        ]  # fmt: skip
-        if not others:
+            if c.trial.compiled is not None and c.layout.input_specs() != candidate.layout.input_specs()
+        )  # fmt: skip
+        for other in others:
+            self.compile(other, to_run=True)
+            if other.compiled is not None:
+                break
+        else:
             raise LookupError("the unsharded function does not fit on one device, and no second layout was compiled")
-        other = others[0]
-        assert other.compiled is not None
         trusted = Trusted(other.compiled.executable, other.compiled.built.in_shardings, f"layout {other.trial.name}")
         found = shrink(self.prepared, candidate.layout)
         if isinstance(found, str):

@@ -1,0 +1,68 @@
+"""The process that `isolate` keeps beside the search: compiles what it is sent and answers with the program's figures.
+
+Started as `python -m autoshard.compile_worker PLATFORM MEMORY_BYTES FD`. FD is one end of a `multiprocessing.Pipe`:
+what compilers and libraries print cannot get between the messages. It ends when the other end is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import jax
+import msgspec
+
+from autoshard import compat
+from autoshard.compile import Figures, figures_of
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a program's compilation came to: figures, or the error it raised."""
+
+    figures: Figures | None = None
+    error: str = ""
+
+
+def main(platform: str, memory_bytes: int, file_descriptor: int) -> None:
+    """Serves requests until the other end is closed.
+
+    Args:
+        platform: Of the devices to compile for.
+        memory_bytes: The process may allocate no more than this; 0 for no limit.
+        file_descriptor: The pipe's end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search decides what an interruption means
+    with contextlib.suppress(OSError):  # where memory runs out, the kernel is to end this process, not the search
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    connection: Connection = Connection(file_descriptor)
+    devices = {device.id: device for device in jax.local_devices(backend=platform)}
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    connection.send_bytes(msgspec.msgpack.encode(sorted(devices)))
+    while True:
+        try:
+            request = msgspec.msgpack.decode(connection.recv_bytes(), type=compat.CompileRequest)
+        except EOFError:
+            return
+        connection.send_bytes(msgspec.msgpack.encode(_compiled(request, devices)))
+
+
+def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device]) -> Reply:
+    start = time.perf_counter()
+    try:
+        executable = compat.compile_requested(request, devices)
+        return Reply(figures_of(executable, time.perf_counter() - start))
+    except Exception as error:
+        return Reply(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
