@@ -2,8 +2,8 @@
 
 A leaf that comes back as an output one step later is state. State whose value reaches a contraction, gather or
 convolution through anything but its own update is a parameter; state that only feeds elementwise updates (momentum,
-variance, counts) is optimizer state. Where nothing comes back (a forward pass), the
-leaves without the batch axis are the parameters.
+variance, counts) is optimizer state. Where nothing comes back (a forward pass), or only what has the batch axis (the
+cache of a decode step), the leaves without the batch axis are the parameters.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
     """
     carried = {source for source, _ in state}
     inputs = axes.program.body.inputs
-    if carried:
+    batch = _batch_axis(axes)
+    if any(batch not in axes.of_value[inputs[leaf].index] for leaf in carried if inputs[leaf].shape):
         anchored = _reaches_anchor(axes)
         kept = {True: Group.PARAMETER, False: Group.OPTIMIZER}
         of_input = [kept[v.index in anchored] if leaf in carried else Group.DATA for leaf, v in enumerate(inputs)]
     else:
-        batch = _batch_axis(axes)
         of_input = [
             Group.DATA if batch is None or batch in axes.of_value[v.index] or not v.shape else Group.PARAMETER
             for v in inputs
@@ -64,7 +64,7 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
 
 
 def _batch_axis(axes: LogicalAxes) -> int | None:
-    """The axis that most bytes of intermediate values have, among those that no anchor contracts; ties: leftmost."""
+    """The axis that most bytes of intermediate values have, of those no anchor contracts and no scan consumes."""
     contracted: set[int] = set()
     coverage: dict[int, float] = {}
     leftmost: dict[int, int] = {}
@@ -77,7 +77,7 @@ def _batch_axis(axes: LogicalAxes) -> int | None:
             for dim, axis in enumerate(axes.of_value[value.index]):
                 coverage[axis] = coverage.get(axis, 0.0) + trips * value.bytes
                 leftmost[axis] = min(leftmost.get(axis, dim), dim)
-    free = [a for a in coverage if a != NO_AXIS and a not in contracted]
+    free = [a for a in coverage if a != NO_AXIS and a not in contracted and a not in axes.scanned]
     return max(free, key=lambda a: (coverage[a], -leftmost[a], -a), default=None)
 
 
