@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jax.sharding import PartitionSpec
@@ -146,6 +146,7 @@ class Problem:
         mesh_axes: Size of each mesh axis, in mesh order.
         pins: Specs fixed by the user, by `Value.index`.
         signatures: Every distinct signature of the program's values and works, in a stable order.
+        edge_signatures: Those of the argument and output leaves.
     """
 
     roles: Roles
@@ -153,12 +154,23 @@ class Problem:
     mesh_axes: Mapping[str, int]
     pins: Mapping[int, Spec] = field(default_factory=dict)
     signatures: tuple[Signature, ...] = field(init=False, repr=False)
+    edge_signatures: tuple[Signature, ...] = field(init=False, repr=False)
+    _of_value: tuple[Signature, ...] = field(init=False, repr=False)
+    _of_work: tuple[Signature, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        program = self.roles.axes.program
-        found = {self.value_signature(v) for v in program.values} | {self.work_signature(e) for e in program.eqns}
-        some = {s for s in found if any(role != NO_AXIS for role in s[0])}
-        object.__setattr__(self, "signatures", tuple(sorted(some)))
+        program, inside = self.roles.axes.program, self.groups.optimizer_values
+        of_value = tuple((self.roles.of_value[v.index], v.shape, v.index in inside) for v in program.values)
+        of_work = tuple(map(self._signature_of_work, program.eqns))
+        edges = {of_value[v.index] for v in (*program.body.inputs, *program.body.outputs)}
+
+        def split(found: Iterable[Signature]) -> tuple[Signature, ...]:
+            return tuple(sorted(s for s in found if any(role != NO_AXIS for role in s[0])))
+
+        object.__setattr__(self, "_of_value", of_value)
+        object.__setattr__(self, "_of_work", of_work)
+        object.__setattr__(self, "signatures", split({*of_value, *of_work}))
+        object.__setattr__(self, "edge_signatures", split(edges))
 
     @property
     def program(self) -> Program:
@@ -167,10 +179,13 @@ class Problem:
 
     def value_signature(self, value: Value) -> Signature:
         """Signature of a value."""
-        return self.roles.of_value[value.index], value.shape, value.index in self.groups.optimizer_values
+        return self._of_value[value.index]
 
     def work_signature(self, eqn: Eqn) -> Signature:
         """Signature of an equation's loops; WHOLE loops have no role, so they are never split."""
+        return self._of_work[eqn.index]
+
+    def _signature_of_work(self, eqn: Eqn) -> Signature:
         rule = self.roles.axes.rules[eqn.index]
         loops = self.roles.loops(eqn)
         able = (NO_AXIS if k is LoopKind.WHOLE else role for k, (role, _) in zip(rule.kinds, loops, strict=True))
@@ -252,10 +267,19 @@ class Layout:
 
     def key(self) -> str:
         """Digest of the effective layout: equal for rule lists that split every value and every work alike."""
-        specs: tuple[object, ...] = (self.input_specs(), self.output_specs())
-        if self.inside:
-            specs += tuple(self.fit_signature(s) for s in self.problem.signatures)
+        seen = self.problem.signatures if self.inside else self.problem.edge_signatures
+        specs = [self.fit_signature(signature) for signature in seen]
         return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
+
+
+def without_idle_rules(layout: Layout) -> Layout:
+    """The same effective layout in as few of its rules: later ones go first, each that changes nothing."""
+    key = layout.key()
+    for number in reversed(range(len(layout.rules))):
+        fewer = replace(layout, rules=layout.rules[:number] + layout.rules[number + 1 :])
+        if fewer.key() == key:
+            layout = fewer
+    return layout
 
 
 def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpec:

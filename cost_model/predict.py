@@ -148,6 +148,9 @@ class Predictor:
         self._columns: dict[tuple[Signature, int], int] = {}
         self._column_value: list[Value] = []
         columns = [self._column(v) for v in problem.program.values]
+        self._arguments: Counter[tuple[int, Group]] = Counter()
+        for value, group in zip(problem.program.body.inputs, problem.groups.of_input, strict=True):
+            self._arguments[columns[value.index], group] += value.bytes
         self._memory: MemoryTable = memory_table(
             problem.program, donated, len(self._column_value), lambda v: columns[v.index]
         )
@@ -427,18 +430,18 @@ class Predictor:
         if not len(at_points):
             return 0
         at_points = at_points + extra[self._class_of_eqn[self._memory.point_eqn]]
-        change = np.zeros(len(at_points) + 1)
-        for first, last, held in copies:
-            np.add.at(change, first, held)
-            np.add.at(change, last + 1, -held)
-        at_points = at_points + np.cumsum(change)[:-1]
+        if copies:
+            first, last = (np.concatenate([copy[i] for copy in copies]) for i in (0, 1))
+            held = np.concatenate([np.full(len(copy[0]), copy[2]) for copy in copies])
+            change = np.bincount(first, held, len(at_points) + 1) - np.bincount(last + 1, held, len(at_points) + 1)
+            at_points = at_points + np.cumsum(change)[:-1]
         return math.ceil(float(at_points.max(initial=0.0)))
 
     def _argument_bytes(self, layout: Layout) -> dict[str, int]:
         total = dict.fromkeys((g.value for g in Group), 0)
-        program = self.problem.program
-        for value, group in zip(program.body.inputs, self.problem.groups.of_input, strict=True):
-            total[group.value] += self._local_bytes(value, layout.fit(value).spec)
+        for (column, group), whole in self._arguments.items():
+            spec = layout.fit(self._column_value[column]).spec
+            total[group.value] += whole // shard_count(spec, self.problem.mesh_axes)
         return total
 
 
