@@ -1,0 +1,74 @@
+"""Runs the first stages of the pipeline on a function, for tests of one stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from autoshard.dims import NO_AXIS, LogicalAxes, logical_axes
+from autoshard.layout import AxisRule, Layout
+from autoshard.prepare import Prepared, make_request, prepare
+from autoshard.signature import Call, flatten_call, options_for
+from autoshard.trace import Traced, trace
+
+
+def array(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    """An abstract argument."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mesh_of(**axes: int) -> Mesh:
+    """A mesh with Auto axes over the first CPU devices: `mesh_of(data=4, model=2)`."""
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def call_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, **options: Any) -> Call:
+    """A flattened call; `options` are the static and donate arguments of `jax.jit`."""
+    return flatten_call(fn, tuple(args), kwargs or {}, options_for(fn, **options))
+
+
+def traced(fn: Callable[..., Any], *args: Any, **options: Any) -> Traced:
+    """`fn` traced for these arguments."""
+    return trace(fn, call_of(fn, args, **options))
+
+
+def prepared(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh | str, **options: Any) -> Prepared:
+    """Everything up to the `Problem`; `options` are those of `optimize`."""
+    unset = (
+        "example_kwargs",
+        "static_argnums",
+        "static_argnames",
+        "donate_argnums",
+        "donate_argnames",
+        "carry",
+        "pins",
+    )
+    options = {**dict.fromkeys(unset), "user_constraints": "pin", **options}
+    return prepare(*make_request(fn, args, mesh, **options))
+
+
+def layout_of(made: Prepared, *rules: str, inside: bool = True) -> Layout:
+    """A layout of axis rules written as text."""
+    return Layout(made.problem, tuple(map(AxisRule.parse, rules)), inside)
+
+
+class Axes:
+    """Logical axes of a function, asked for by leaf path: `axes["x"]` is the axes of the dimensions of that leaf."""
+
+    def __init__(self, fn: Callable[..., Any], *args: Any, carry: Sequence[tuple[int, int]] = ()) -> None:
+        self.program = traced(fn, *args).program
+        self.found: LogicalAxes = logical_axes(self.program, carry)
+
+    def __getitem__(self, path: str) -> tuple[int, ...]:
+        names = (*self.program.input_paths, *self.program.output_paths)
+        values = (*self.program.body.inputs, *self.program.body.outputs)
+        return self.found.of_value[values[names.index(path)].index]
+
+
+__all__ = ["NO_AXIS", "Axes", "array", "call_of", "layout_of", "mesh_of", "prepared", "traced"]
