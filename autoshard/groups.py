@@ -51,7 +51,12 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
     carried = {source for source, _ in state}
     inputs = axes.program.body.inputs
     batch = _batch_axis(axes)
-    if any(batch not in axes.of_value[inputs[leaf].index] for leaf in carried if inputs[leaf].shape):
+    state_axes = [axes.of_value[inputs[leaf].index] for leaf in carried if inputs[leaf].shape]
+    data_axes = [axes.of_value[v.index] for leaf, v in enumerate(inputs) if leaf not in carried]
+    brought = [dims for dims in data_axes if batch in dims]
+    # A batch leads the data (or, brought by none, all state): the classes of a linear model are in its labels too.
+    leads = any(d[0] == batch for d in brought) if brought else all(d[0] == batch for d in state_axes)
+    if state_axes and not (leads and all(batch in dims for dims in state_axes)):
         anchored = _reaches_anchor(axes)
         kept = {True: Group.PARAMETER, False: Group.OPTIMIZER}
         of_input = [kept[v.index in anchored] if leaf in carried else Group.DATA for leaf, v in enumerate(inputs)]
@@ -94,9 +99,7 @@ def _reaches_anchor(axes: LogicalAxes) -> set[int]:
     return reached
 
 
-def _optimizer_values(
-    axes: LogicalAxes, of_input: Sequence[Group], state: Sequence[tuple[int, int]]
-) -> frozenset[int]:
+def _optimizer_values(axes: LogicalAxes, of_input: Sequence[Group], state: Sequence[tuple[int, int]]) -> frozenset[int]:
     program = axes.program
     own = [leaf for leaf, group in enumerate(of_input) if group is Group.OPTIMIZER]
     inside = {program.body.inputs[leaf].index for leaf in own}
