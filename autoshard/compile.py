@@ -94,7 +94,7 @@ def build(traced: Traced, layout: Layout, mesh: MeshInfo) -> Built:
     out_shardings = tuple(mesh.sharding(spec) for spec in layout.output_specs())
     wrapped: Callable[..., Any] = function
     if mesh.explicit_axes:
-        out = list(out_shardings)
+        out = [mesh.explicit_part(spec) for spec in layout.output_specs()]
         wrapped = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
         wrapped.__name__ = wrapped.__qualname__ = traced.program.name
     donated = tuple(i for i, gone in enumerate(traced.call.donated) if gone)

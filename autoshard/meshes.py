@@ -55,6 +55,10 @@ class MeshInfo:
         """Kind of the devices as jax names it."""
         return str(self.user.devices.flat[0].device_kind)
 
+    def explicit_part(self, spec: Spec) -> NamedSharding:
+        """The part of a sharding that jax tracks in types on this mesh: Explicit axes only."""
+        return self.sharding(tuple(tuple(a for a in axes if a in self.explicit_axes) for axes in spec))
+
     def sharding(self, spec: Spec) -> NamedSharding:
         """A NamedSharding on the user's mesh."""
         return NamedSharding(self.user, to_partition_spec(spec))

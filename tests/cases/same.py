@@ -120,6 +120,19 @@ def search_and_compare(
     return plan
 
 
+def search_and_reject(
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any
+) -> tuple[autoshard.Plan | None, str]:
+    """Searches where candidates may be rejected: the plan, compared, or None where all are; and the reasons."""
+    try:
+        plan = search(fn, args, mesh, **options)
+    except autoshard.SearchFailedError as error:
+        return None, str(error)
+    assert plan.verified, plan.verified
+    assert_same(plan(*args), plain(fn, args))
+    return plan, "; ".join(trial.reason for trial in plan.trials if trial.status == "rejected")
+
+
 def pin_and_compare(
     fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, pins: dict[str, PartitionSpec], **options: Any
 ) -> autoshard.Plan:
