@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_the_hidden_axes_of_a_deep_mlp_alternate() -> None:
     roles = roles_of(mlp, [array(D, D)] * 12, array(4, D))
     leaves = named(roles)
     pairs = [leaves[f"weights/{i}"] for i in range(12)]
-    assert all(a[1] == b[0] for a, b in zip(pairs, pairs[1:], strict=False)), "what one layer makes the next one reads"
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pairs)), "what one layer makes the next one reads"
     assert all(rows != columns for rows, columns in pairs), "so that a rule splits columns, then rows"
     middle = pairs[3:-3]  # the first and last layers see an end of the chain
     assert set(middle[::2]) == {middle[0]}
