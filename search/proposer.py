@@ -1,8 +1,8 @@
 """Stage 6: proposes candidates. One Optuna study per search, ask and tell, told the predicted time.
 
 Presets are enqueued first, then what coordinate descent finds from the best of them (one role's assignment or rank at
-a time, by the predictor); the sampler (TPE, multivariate) goes on from there. The same effective layout is never
-predicted twice.
+a time, by the predictor); the sampler (TPE, multivariate) goes on from there, descent follows again, and the best two
+are refined with conditions, which the sampler does not see. The same effective layout is never predicted twice.
 
 The objective is the predicted time; a candidate over the memory budget is told with its excess as a constraint.
 """
@@ -10,21 +10,28 @@ The objective is the predicted time; a candidate over the memory budget is told 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import optuna
 
 from autoshard.cost_model.predict import Prediction, Predictor
-from autoshard.layout import AxisRule, Layout, Problem
+from autoshard.layout import AxisRule, Layout, Problem, without_idle_rules
 from autoshard.search.presets import Preset, find_parts, presets
-from autoshard.search.space import RANKS, Point, Space, make_space
+from autoshard.search.space import RANKS, Point, Space, make_space, refinements
 from autoshard.search.storage import Evidence, open_study
 from autoshard.trial import Skipped
 
 ASKS = 120
 ROUNDS = 4
+REFINED = 2
+REFINEMENTS = 3
+WORTH = 0.01
+"""Share of the step that a condition must save: a rule list that people review pays for each thing it says."""
+
+READABLE = 40
+SEARCH = "search"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +121,9 @@ def propose(
         search.run(asks, on_progress)
     except KeyboardInterrupt:
         interrupted = True
-    return Proposals(search.ranked(), (*skipped, *same), Evidence(study), search.evaluations, interrupted)
+    return Proposals(
+        search.readable(search.ranked()), (*skipped, *same), Evidence(study), search.evaluations, interrupted
+    )
 
 
 class _Search:
@@ -139,6 +148,26 @@ class _Search:
                     on_progress(done + 1, asks)
             for start in self.best(2):
                 self.descend(start)
+            for start in self._unlike(self.best(len(self._found)), REFINED):
+                self.refine(start)
+
+    def _unlike(self, proposals: Iterable[Proposal], count: int) -> tuple[Proposal, ...]:
+        """The first few that do not move the same data as an earlier one."""
+        first: dict[object, Proposal] = {}
+        for proposal in proposals:
+            first.setdefault(proposal.prediction.collectives, proposal)
+        return tuple(first.values())[:count]
+
+    def refine(self, start: Proposal) -> None:
+        """Adds conditions and occurrences, the best one each time, until none buys enough to be worth reading."""
+        best = start
+        for _ in range(REFINEMENTS):
+            tried = [self._searched(rules) for rules in refinements(self._space, best.layout.rules)]
+            found = min(tried, key=self._cost, default=best)
+            excess, time_s, _ = self._cost(best)
+            if self._cost(found)[:2] >= (excess, (1 - WORTH) * time_s):
+                break
+            best = found
 
     def _evaluate(self, rules: Sequence[AxisRule], name: str, origin: str) -> Proposal:
         layout = Layout(self._problem, tuple(rules))
@@ -150,7 +179,7 @@ class _Search:
 
     def _searched(self, rules: Sequence[AxisRule]) -> Proposal:
         before = len(self._found)
-        proposal = self._evaluate(rules, f"search-{self._count + 1}", "search")
+        proposal = self._evaluate(rules, f"search-{self._count + 1}", SEARCH)
         self._count += len(self._found) - before
         return proposal
 
@@ -199,8 +228,19 @@ class _Search:
         return proposal.excess_bytes(self._budget_bytes), proposal.prediction.time_s, proposal.prediction.peak_bytes
 
     def ranked(self) -> tuple[Proposal, ...]:
-        """Everything found, best first; equal predictions by key."""
-        return tuple(sorted(self._found.values(), key=lambda p: (*self._cost(p), p.key)))
+        """Everything found, best first; of equal predictions a preset, then fewer rules, then by key."""
+        return tuple(
+            sorted(
+                self._found.values(),
+                key=lambda p: (*self._cost(p), p.origin == SEARCH, len(p.layout.rules), p.key),
+            )
+        )
+
+    def readable(self, proposals: Sequence[Proposal]) -> tuple[Proposal, ...]:
+        """The same; the best of those that were searched without the rules that do nothing."""
+        best = [p for p in proposals if p.origin == SEARCH][:READABLE]
+        shorter = {p.key: replace(p, layout=without_idle_rules(p.layout)) for p in best}
+        return tuple(shorter.get(p.key, p) for p in proposals)
 
     def best(self, count: int) -> tuple[Proposal, ...]:
         """The best few that the space can express."""

@@ -2,18 +2,19 @@
 
 A point gives each role an assignment (no mesh axis, one, or several in order) and a rank; rules are listed by rank,
 then by role. A last parameter sends the parameters' axes to mesh axes in the optimizer state alone (ZeRO-1). Different
-points may be the same effective layout: `Layout.key` tells.
+points may be the same effective layout: `Layout.key` tells. Rules that hold under a condition only, or take the last
+occurrence, are no points: `refinements` lists them around a good layout.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 from autoshard.dims import NO_AXIS
-from autoshard.layout import EVERYWHERE, OPTIMIZER, AxisRule, Problem
+from autoshard.layout import EVERYWHERE, OPTIMIZER, AxisRule, Fit, Layout, Occurrence, Problem
 
 RANKS = 4
 MAX_ROLES = 14
@@ -92,6 +93,59 @@ class Space:
         elif scoped:
             return None
         return point
+
+
+def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisRule, ...]]:
+    """Rule lists one step beyond the space: a rule takes the last occurrence, or a condition, or a new one comes first.
+
+    A condition (`with` or `without` another role of the same value) is worth a try where it is true of some of the
+    values that have the role and false of others; conditions that are true of the same values count once. A new rule
+    comes first, and only where other rules have the mesh axis of some value that has its role: that is what sends
+    experts to the data axis but leaves it to the batch while tokens are still in sequences.
+
+    Args:
+        space: Whose roles and assignments are used.
+        rules: Where to start.
+    """
+    problem = space.problem
+    layout = Layout(problem, tuple(rules))
+    having: dict[str, list[tuple[frozenset[int], Fit]]] = defaultdict(list)
+    twice: set[str] = set()
+    for signature in problem.signatures:
+        fit = layout.fit_signature(signature)
+        present = frozenset(signature[0]) - {NO_AXIS}
+        for role in present:
+            name = problem.roles.roles[role].name
+            having[name].append((present, fit))
+            if signature[0].count(role) > 1:
+                twice.add(name)
+    for i, rule in enumerate(rules):
+        if rule.role in twice:
+            flipped: Occurrence = "last" if rule.occurrence == "first" else "first"
+            yield (*rules[:i], replace(rule, occurrence=flipped), *rules[i + 1 :])
+        if rule.where == EVERYWHERE:
+            for where in _conditions(problem, having[rule.role]):
+                yield (*rules[:i], replace(rule, where=where), *rules[i + 1 :])
+    for role in space.roles:
+        for axis in space.assignments[role]:
+            contested = [
+                (present, fit) for present, fit in having[role] if any(axis in axes for axes in fit.spec)
+            ]  # fmt: skip
+            if axis in problem.mesh_axes and contested:
+                for where in _conditions(problem, contested):
+                    yield (AxisRule(role, axis, where=where), *rules)
+
+
+def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) -> Iterator[str]:
+    """Conditions that are true of some of these values only, one for each set of values that can be told apart."""
+    seen: set[frozenset[int]] = set()
+    everywhere = frozenset(range(len(values)))
+    for other in sorted(frozenset().union(*(present for present, _ in values))):
+        having = frozenset(i for i, (present, _) in enumerate(values) if other in present)
+        for word, chosen in (("without", everywhere - having), ("with", having)):
+            if chosen and chosen != everywhere and chosen not in seen:
+                seen.add(chosen)
+                yield f"{word} {problem.roles.roles[other].name}"
 
 
 def _orders(axes: Mapping[str, int]) -> tuple[str, ...]:
