@@ -126,14 +126,12 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
         if rule.where == EVERYWHERE:
             for where in _conditions(problem, having[rule.role]):
                 yield (*rules[:i], replace(rule, where=where), *rules[i + 1 :])
-    for role in space.roles:
-        for axis in space.assignments[role]:
-            contested = [
-                (present, fit) for present, fit in having[role] if any(axis in axes for axes in fit.spec)
-            ]  # fmt: skip
+    for name in space.roles:
+        for axis in space.assignments[name]:
+            contested = [(present, fit) for present, fit in having[name] if any(axis in axes for axes in fit.spec)]
             if axis in problem.mesh_axes and contested:
                 for where in _conditions(problem, contested):
-                    yield (AxisRule(role, axis, where=where), *rules)
+                    yield (AxisRule(name, axis, where=where), *rules)
 
 
 def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) -> Iterator[str]:
