@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jax.sharding import PartitionSpec
@@ -270,16 +270,6 @@ class Layout:
         seen = self.problem.signatures if self.inside else self.problem.edge_signatures
         specs = [self.fit_signature(signature) for signature in seen]
         return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
-
-
-def without_idle_rules(layout: Layout) -> Layout:
-    """The same effective layout in as few of its rules: later ones go first, each that changes nothing."""
-    key = layout.key()
-    for number in reversed(range(len(layout.rules))):
-        fewer = replace(layout, rules=layout.rules[:number] + layout.rules[number + 1 :])
-        if fewer.key() == key:
-            layout = fewer
-    return layout
 
 
 def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpec:

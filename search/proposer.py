@@ -16,8 +16,9 @@ from typing import cast
 
 import optuna
 
+from autoshard.constrain import constraints_for
 from autoshard.cost_model.predict import Prediction, Predictor
-from autoshard.layout import AxisRule, Layout, Problem, without_idle_rules
+from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.search.presets import Preset, find_parts, presets
 from autoshard.search.space import RANKS, Point, Space, make_space, refinements
 from autoshard.search.storage import Evidence, open_study
@@ -30,7 +31,7 @@ REFINEMENTS = 3
 WORTH = 0.01
 """Share of the step that a condition must save: a rule list that people review pays for each thing it says."""
 
-READABLE = 40
+READABLE = 16
 SEARCH = "search"
 
 
@@ -277,3 +278,19 @@ class _Search:
             ]
         if self._space.optimizer_roles:
             yield [{"optimizer": choice} for choice in self._space.parameters()["optimizer"]]
+
+
+def without_idle_rules(layout: Layout) -> Layout:
+    """The same compiled program from as few of its rules: later ones go first, each that states nothing."""
+
+    def stated(rules: tuple[AxisRule, ...]) -> object:
+        fewer = replace(layout, rules=rules)
+        return fewer.input_specs(), fewer.output_specs(), constraints_for(fewer)
+
+    rules = layout.rules
+    wanted = stated(rules)
+    for number in reversed(range(len(rules))):
+        fewer = rules[:number] + rules[number + 1 :]
+        if stated(fewer) == wanted:
+            rules = fewer
+    return replace(layout, rules=rules)
