@@ -32,7 +32,7 @@ class MemoryTable:
     Attributes:
         alive_bytes: [points, columns] global bytes alive.
         point_eqn: For each point the `Eqn.index` that runs there.
-        point_of: By `Eqn.index`, its point; of an equation with bodies, the last of theirs.
+        point_of: By `Eqn.index`, its point (the one before where it has none); with bodies, the last of theirs.
     """
 
     alive_bytes: NDArray[np.float64]
@@ -85,7 +85,8 @@ def memory_table(
                     visit(inner, outside, [v for v in inner.inputs if v in slices], frozenset())
             alive |= made
             row = row + bytes_of(made)
-            if eqn.primitive not in LOOPS:
+            # A point that stores nothing new and only fuses holds no more than the one before.
+            if eqn.primitive not in LOOPS and (made or eqn.primitive not in FUSED or not rows):
                 rows.append(row)
                 point_eqn.append(eqn.index)
             point_of[eqn.index] = len(rows) - 1

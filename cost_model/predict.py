@@ -5,29 +5,29 @@ work needs, and a reduced loop that is split leaves a partial sum (DESIGN: all_r
 result's own spec takes the axis up). A value brought to a given spec is paid once per body. Several mesh axes in one
 move are one collective.
 
-Equations of the same primitive, shapes and roles are one class with a multiplicity, and a class's cost depends only on
-the rules that name its roles: it is remembered under these, so most of a new candidate is table look-ups.
+A class's cost (see `classes`) depends only on how first-fit splits its few signatures: it is remembered under these, so
+most of a new candidate is table look-ups.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost_model.classes import Uses, Work, find_classes
 from autoshard.cost_model.collectives import collective_s, sent_bytes
-from autoshard.cost_model.compute import FUSED, flops
 from autoshard.cost_model.hardware import Hardware, Link
 from autoshard.cost_model.memory import MemoryTable, memory_table
 from autoshard.dim_rules import LoopKind
 from autoshard.evidence import Collective
 from autoshard.groups import Group
 from autoshard.layout import AxisRule, Fit, Layout, Problem, Signature, Spec, shard_count
-from autoshard.program import Body, Eqn, Value
+from autoshard.program import Eqn, Value
 
 CONTROL = frozenset({"scan", "while", "cond"})
 
@@ -81,45 +81,6 @@ class _Cost:
     copies: list[tuple[NDArray[np.int64], NDArray[np.int64], float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """An operand or result as the cost of its equation sees it: signature, bytes, loop of each dimension."""
-
-    value: Value
-    loops: tuple[int, ...]
-    constant: bool
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Work:
-    """A class of equations."""
-
-    eqn: Eqn
-    kinds: tuple[LoopKind, ...]
-    operands: tuple[_Operand, ...]
-    results: tuple[_Operand, ...]
-    flops: float
-    traffic: tuple[_Operand, ...]
-    roles: frozenset[int]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Uses:
-    """A class of values with everything in one body that reads them.
-
-    Attributes:
-        value: One of them.
-        readers: (equation, loops of the operand), one per kind of reader.
-        roles: Roles of the value and of its readers.
-        spans: For each kind of reader and each value of the class, the first and the last equation that reads it.
-    """
-
-    value: Value
-    readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
-    roles: frozenset[int]
-    spans: tuple[list[tuple[int, int]], ...]
-
-
 class Predictor:
     """Predicts layouts of one problem on one hardware."""
 
@@ -138,13 +99,9 @@ class Predictor:
         self.hardware = hardware
         self._has_reduce_scatter = has_reduce_scatter
         self._axes = problem.roles.axes
-        self._works: list[tuple[_Work, float]] = []
-        self._uses: list[tuple[_Uses, float]] = []
-        self._class_of_eqn = np.full(
-            len(problem.program.eqns), -1, dtype=np.int64
-        )  # -1: it has bodies, no cost of its own
-        self._build_classes()
-        self._memo: dict[tuple[int, tuple[AxisRule, ...]], _Cost] = {}
+        self._classes = find_classes(problem)
+        self._memo: dict[tuple[int, ...], _Cost] = {}
+        self._fits: dict[Fit, int] = {}
         self._columns: dict[tuple[Signature, int], int] = {}
         self._column_value: list[Value] = []
         columns = [self._column(v) for v in problem.program.values]
@@ -154,6 +111,7 @@ class Predictor:
         self._memory: MemoryTable = memory_table(
             problem.program, donated, len(self._column_value), lambda v: columns[v.index]
         )
+        self._class_of_point = self._classes.of_eqn[self._memory.point_eqn]
 
     # Classes -------------------------------------------------------------------------------------------------------
 
@@ -165,112 +123,32 @@ class Predictor:
             self._column_value.append(value)
         return self._columns[key]
 
-    def _build_classes(self) -> None:
-        works: dict[object, int] = {}
-        uses: dict[object, int] = {}
-        multiplicity: list[list[float]] = [[], []]
-
-        def count(key: object, table: dict[object, int], which: int, times: float) -> tuple[int, bool]:
-            new = key not in table
-            if new:
-                table[key] = len(table)
-                multiplicity[which].append(0.0)
-            multiplicity[which][table[key]] += times
-            return table[key], new
-
-        work_classes: list[_Work] = []
-        use_classes: list[_Uses] = []
-        for body, times in _bodies(self.problem.program.body, 1.0):
-            readers: dict[Value, dict[object, list[tuple[Eqn, tuple[int, ...]]]]] = defaultdict(dict)
-            for eqn in body.eqns:
-                if eqn.bodies:
-                    continue
-                work = self._work(eqn)
-                key = self._work_key(work)
-                number, new = count(key, works, 0, times)
-                self._class_of_eqn[eqn.index] = number
-                if new:
-                    work_classes.append(work)
-                for operand in work.operands:
-                    if not operand.constant:
-                        same = readers[operand.value].setdefault((number, operand.loops), [])
-                        same.append((eqn, operand.loops))
-            for value, found in readers.items():
-                pinned = value.index if value.index in self.problem.pins else -1
-                key = (self.problem.value_signature(value), value.itemsize, pinned, frozenset(found))
-                number, new = count(key, uses, 1, times)
-                kinds = sorted(found, key=repr)
-                if new:
-                    roles = set(self.problem.roles.of_value[value.index])
-                    for same in found.values():
-                        roles |= set(self.problem.work_signature(same[0][0])[0])
-                    one_each = tuple(found[kind][0] for kind in kinds)
-                    use_classes.append(_Uses(value, one_each, frozenset(roles), tuple([] for _ in kinds)))
-                for spans, kind in zip(use_classes[number].spans, kinds, strict=True):
-                    spans.append((found[kind][0][0].index, found[kind][-1][0].index))
-        self._works = list(zip(work_classes, multiplicity[0], strict=True))
-        self._uses = list(zip(use_classes, multiplicity[1], strict=True))
-
-    def _work(self, eqn: Eqn) -> _Work:
-        rule = self._axes.rules[eqn.index]
-
-        def side(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> tuple[_Operand, ...]:
-            return tuple(
-                _Operand(v, loops, self._axes.constant[v.index])
-                for v, loops in zip(values, maps, strict=True)
-                if v.shape and v.itemsize
-            )
-
-        operands, results = side(eqn.inputs, rule.operands), side(eqn.outputs, rule.results)
-        traffic = () if eqn.primitive in FUSED else (*operands, *results)
-        roles = frozenset(self.problem.work_signature(eqn)[0]).union(
-            *(self.problem.roles.of_value[v.index] for v in (*eqn.inputs, *eqn.outputs))
-        )
-        return _Work(eqn, rule.kinds, operands, results, flops(eqn, rule), traffic, roles)
-
-    def _work_key(self, work: _Work) -> object:
-        def side(operands: tuple[_Operand, ...]) -> object:
-            return tuple(
-                (self.problem.value_signature(o.value), o.value.itemsize, o.loops, o.value.index in self.problem.pins)
-                for o in operands
-            )
-
-        pinned = any(o.value.index in self.problem.pins for o in (*work.operands, *work.results))
-        family = "elementwise" if work.eqn.primitive in FUSED else work.eqn.primitive
-        return (
-            family, work.flops, work.kinds, self.problem.work_signature(work.eqn), side(work.operands),
-            side(work.results), work.eqn.index if pinned else -1,
-        )  # fmt: skip
-
     # Costs ---------------------------------------------------------------------------------------------------------
 
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of one layout (as if its constraints are stated inside; see `Layout.inside`)."""
-        rules = layout.rules
-        index = {r.name: r.index for r in self.problem.roles.roles}
-        numbered = [(index[rule.role], rule) for rule in rules if self.problem.mesh_axes[rule.mesh_axis] > 1]
+        fits = [self._number(layout.fit_signature(signature)) for signature in self.problem.signatures]
         compute_s = 0.0
-        moves: Counter[_Move] = Counter()
-        extra = np.zeros(len(self._works) + 1)
+        moves: defaultdict[_Move, float] = defaultdict(float)
+        extra = np.zeros(len(self._classes.works) + 1)
         copies: list[tuple[NDArray[np.int64], NDArray[np.int64], float]] = []
-        for number, (work, times) in enumerate(self._works):
-            restricted = tuple(rule for role, rule in numbered if role in work.roles)
-            cost = self._memo.get((number, restricted))
+        for number, work in enumerate(self._classes.works):
+            key = (number, *(fits[i] for i in work.signatures))
+            cost = self._memo.get(key)
             if cost is None:
-                cost = self._memo[number, restricted] = self._work_cost(layout, work)
-            compute_s += times * cost.compute_s
+                cost = self._memo[key] = self._work_cost(layout, work)
+            compute_s += work.times * cost.compute_s
             extra[number] = cost.extra_bytes
             for move in cost.moves:
-                moves[move] += times  # type: ignore[assignment]  # while bodies and branches count as fractions
-        offset = len(self._works)
-        for number, (uses, times) in enumerate(self._uses):
-            restricted = tuple(rule for role, rule in numbered if role in uses.roles)
-            cost = self._memo.get((offset + number, restricted))
+                moves[move] += work.times
+        for number, uses in enumerate(self._classes.uses, len(self._classes.works)):
+            key = (number, *(fits[i] for i in uses.signatures))
+            cost = self._memo.get(key)
             if cost is None:
-                cost = self._memo[offset + number, restricted] = self._use_cost(layout, uses)
+                cost = self._memo[key] = self._use_cost(layout, uses)
             copies += cost.copies
             for move in cost.moves:
-                moves[move] += times  # type: ignore[assignment]
+                moves[move] += uses.times
         comm_s = sum(times * self._move_s(move) for move, times in moves.items())
         overlapped = self.hardware.overlap * min(compute_s, comm_s)
         collectives = self._summarise(moves)
@@ -288,7 +166,11 @@ class Predictor:
         """Predicted collective bytes of a rule list."""
         return self.predict(Layout(self.problem, rules)).collective_bytes
 
-    def _work_cost(self, layout: Layout, work: _Work) -> _Cost:
+    def _number(self, fit: Fit) -> int:
+        """A small number for an outcome of first-fit: costs are remembered under these."""
+        return self._fits.setdefault(fit, len(self._fits))
+
+    def _work_cost(self, layout: Layout, work: Work) -> _Cost:
         fit = layout.work(work.eqn)
         cost = _Cost()
         pieces = shard_count(fit.spec, self.problem.mesh_axes)
@@ -312,7 +194,7 @@ class Predictor:
         cost.compute_s = max(arithmetic_s, traffic / self.hardware.memory_bytes_per_s)
         return cost
 
-    def _use_cost(self, layout: Layout, uses: _Uses) -> _Cost:
+    def _use_cost(self, layout: Layout, uses: Uses) -> _Cost:
         have = layout.fit(uses.value).spec
         wants: dict[Spec, list[int]] = defaultdict(list)
         for kind, (eqn, loops) in enumerate(uses.readers):
@@ -320,7 +202,7 @@ class Predictor:
         cost = _Cost()
         for want in sorted(wants.keys() - {have}):
             cost.moves += self._reshard(uses.value, have, want)
-            points = self._memory.point_of[np.array([uses.spans[kind] for kind in wants[want]])]
+            points = self._memory.point_of[uses.spans[wants[want]]]
             first, last = points[:, :, 0].min(axis=0), points[:, :, 1].max(axis=0)
             cost.copies.append((first, last, self._local_bytes(uses.value, want)))
         for eqn, loops in uses.readers:
@@ -429,7 +311,7 @@ class Predictor:
         at_points = self._memory.alive_bytes @ (1.0 / pieces) if len(pieces) else np.zeros(1)
         if not len(at_points):
             return 0
-        at_points = at_points + extra[self._class_of_eqn[self._memory.point_eqn]]
+        at_points = at_points + extra[self._class_of_point]
         if copies:
             first, last = (np.concatenate([copy[i] for copy in copies]) for i in (0, 1))
             held = np.concatenate([np.full(len(copy[0]), copy[2]) for copy in copies])
@@ -443,12 +325,3 @@ class Predictor:
             spec = layout.fit(self._column_value[column]).spec
             total[group.value] += whole // shard_count(spec, self.problem.mesh_axes)
         return total
-
-
-def _bodies(body: Body, times: float) -> Iterator[tuple[Body, float]]:
-    """Every body with how often it runs; unknown trip counts count once, branches share one run."""
-    yield body, times
-    for eqn in body.eqns:
-        share = 1.0 / len(eqn.bodies) if eqn.primitive == "cond" else 1.0
-        for inner in eqn.bodies:
-            yield from _bodies(inner, times * share * (1 if inner.trips is None else inner.trips))

@@ -1,0 +1,183 @@
+"""Classes: equations of the same primitive, shapes and roles, and values that are read in the same ways, counted once.
+
+An unrolled model of 32 layers has as many classes as one of 2: a class has a multiplicity, and its cost depends only on
+how the rules split its few signatures.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost_model.compute import FUSED, flops
+from autoshard.dim_rules import LoopKind
+from autoshard.layout import Problem, Signature
+from autoshard.program import Body, Eqn, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An operand or result as its equation's cost sees it: the loop of each dimension, and whether it is constant."""
+
+    value: Value
+    loops: tuple[int, ...]
+    constant: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """A class of equations.
+
+    Attributes:
+        eqn: One of them.
+        kinds: Kinds of its loops.
+        operands: Operands with a shape.
+        results: Results with a shape.
+        flops: Of one run, unsharded.
+        traffic: Operands and results that go through memory (elementwise chains fuse).
+        signatures: What its cost depends on, as positions in `Problem.signatures`.
+        times: How often such an equation runs per call.
+    """
+
+    eqn: Eqn
+    kinds: tuple[LoopKind, ...]
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    flops: float
+    traffic: tuple[Operand, ...]
+    signatures: tuple[int, ...]
+    times: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Uses:
+    """A class of values with everything in one body that reads them.
+
+    Attributes:
+        value: One of them.
+        readers: (equation, loops of the operand), one per kind of reader.
+        spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind that reads a value.
+        signatures: What its cost depends on, as positions in `Problem.signatures`.
+        times: How often such a value is made per call.
+    """
+
+    value: Value
+    readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
+    spans: NDArray[np.int64]
+    signatures: tuple[int, ...]
+    times: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Classes:
+    """The classes of a program.
+
+    Attributes:
+        works: Classes of equations.
+        uses: Classes of values.
+        of_eqn: By `Eqn.index`, the class; -1 for equations with bodies, which cost nothing themselves.
+    """
+
+    works: tuple[Work, ...]
+    uses: tuple[Uses, ...]
+    of_eqn: NDArray[np.int64]
+
+
+class _Builder:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._axes = problem.roles.axes
+        self._position = {signature: i for i, signature in enumerate(problem.signatures)}
+
+    def build(self) -> Classes:
+        works: dict[object, list[Eqn]] = {}
+        work_times: dict[object, float] = defaultdict(float)
+        uses: dict[object, list[dict[object, list[tuple[Eqn, tuple[int, ...]]]]]] = defaultdict(list)
+        value_of: dict[object, Value] = {}
+        use_times: dict[object, float] = defaultdict(float)
+        numbers: dict[object, int] = {}
+        of_eqn = np.full(len(self._problem.program.eqns), -1, dtype=np.int64)
+        for body, times in bodies_of(self._problem.program.body, 1.0):
+            readers: dict[Value, dict[object, list[tuple[Eqn, tuple[int, ...]]]]] = defaultdict(dict)
+            for eqn in body.eqns:
+                if eqn.bodies:
+                    continue
+                key = self._work_key(eqn)
+                number = of_eqn[eqn.index] = numbers.setdefault(key, len(numbers))
+                works.setdefault(key, []).append(eqn)
+                work_times[key] += times
+                for operand in self._operands(eqn.inputs, self._axes.rules[eqn.index].operands):
+                    if not operand.constant:
+                        readers[operand.value].setdefault((number, operand.loops), []).append((eqn, operand.loops))
+            for value, found in readers.items():
+                use_key = (self._seen(value), frozenset(found))
+                uses[use_key].append({kind: found[kind] for kind in sorted(found, key=repr)})
+                value_of.setdefault(use_key, value)
+                use_times[use_key] += times
+        return Classes(
+            tuple(self._work(eqns[0], work_times[key]) for key, eqns in works.items()),
+            tuple(self._uses(value_of[key], members, use_times[key]) for key, members in uses.items()),
+            of_eqn,
+        )
+
+    def _operands(self, values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> tuple[Operand, ...]:
+        return tuple(
+            Operand(v, loops, self._axes.constant[v.index])
+            for v, loops in zip(values, maps, strict=True)
+            if v.shape and v.itemsize
+        )
+
+    def _seen(self, value: Value) -> object:
+        """What the cost of moving a value depends on; a pinned value is a class of its own."""
+        pinned = value.index if value.index in self._problem.pins else -1
+        return self._problem.value_signature(value), value.itemsize, pinned
+
+    def _work_key(self, eqn: Eqn) -> object:
+        rule = self._axes.rules[eqn.index]
+        family = "elementwise" if eqn.primitive in FUSED else eqn.primitive
+
+        def side(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> object:
+            return tuple((self._seen(v), loops) for v, loops in zip(values, maps, strict=True))
+
+        return (
+            family, flops(eqn, rule), rule.kinds, self._problem.work_signature(eqn), side(eqn.inputs, rule.operands),
+            side(eqn.outputs, rule.results),
+        )  # fmt: skip
+
+    def _work(self, eqn: Eqn, times: float) -> Work:
+        rule = self._axes.rules[eqn.index]
+        operands, results = self._operands(eqn.inputs, rule.operands), self._operands(eqn.outputs, rule.results)
+        traffic = () if eqn.primitive in FUSED else (*operands, *results)
+        seen = [self._problem.work_signature(eqn), *map(self._problem.value_signature, (*eqn.inputs, *eqn.outputs))]
+        positions = self._positions(seen)
+        return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), traffic, positions, times)
+
+    def _uses(
+        self, value: Value, members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]], times: float
+    ) -> Uses:
+        readers = tuple(found[0] for found in members[0].values())
+        spans = [[(found[0][0].index, found[-1][0].index) for found in member.values()] for member in members]
+        seen = [self._problem.value_signature(value), *(self._problem.work_signature(eqn) for eqn, _ in readers)]
+        return Uses(value, readers, np.array(spans).transpose(1, 0, 2), self._positions(seen), times)
+
+    def _positions(self, signatures: Iterable[Signature]) -> tuple[int, ...]:
+        """Positions of those that some rule may split."""
+        return tuple(sorted({self._position[s] for s in signatures if s in self._position}))
+
+
+def find_classes(problem: Problem) -> Classes:
+    """The classes of a problem's program."""
+    return _Builder(problem).build()
+
+
+def bodies_of(body: Body, times: float) -> Iterator[tuple[Body, float]]:
+    """Every body with how often it runs; unknown trip counts count once, branches share one run."""
+    yield body, times
+    for eqn in body.eqns:
+        share = 1.0 / len(eqn.bodies) if eqn.primitive == "cond" else 1.0
+        for inner in eqn.bodies:
+            yield from bodies_of(inner, times * share * (1 if inner.trips is None else inner.trips))
