@@ -79,10 +79,14 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as the call would have had it."""
+    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as the call would have had it.
+
+    Inside jax's own jitted functions (`take_along_axis`) no line is the user's: there the line of the call stands in.
+    """
     info = eqn.source_info
     stack = outer.source_info.name_stack + info.name_stack
-    return eqn.replace(source_info=info.replace(name_stack=stack))
+    traceback = info.traceback if source_of(eqn)[0] else outer.source_info.traceback
+    return eqn.replace(source_info=info.replace(name_stack=stack, traceback=traceback))
 
 
 def one_device_only(eqn: JaxprEqn) -> bool:
