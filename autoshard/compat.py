@@ -50,10 +50,11 @@ def is_jaxpr(value: object) -> bool:
 
 
 def replace_jaxpr(old: Any, new_open: Any) -> Any:
-    """A jaxpr of the kind of `old` (closed or plain) with the body `new_open`."""
+    """A jaxpr of the kind of `old` (closed or plain) with the body `new_open` and the constants of `old`."""
     if isinstance(old, core.ClosedJaxpr) and open_jaxpr(old) is not old:
         return core.ClosedJaxpr(new_open, old.consts)
-    return new_open
+    lost = consts_of(old) and not consts_of(new_open)  # jax 0.12 makes plain inputs of constvars that are replaced
+    return new_open.with_consts(consts_of(old)) if lost else new_open
 
 
 def map_jaxprs(params: Mapping[str, Any], transform: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -96,6 +97,13 @@ def one_device_only(eqn: JaxprEqn) -> bool:
     return any(ordered_effects.contains(e) and not shardable_ordered_effects.contains(e) for e in eqn.effects)
 
 
+def jit_options(fn: object) -> dict[str, Any]:
+    """`static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` of a jitted function; {} of others."""
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    info = getattr(fn, "_jit_info", None)
+    return {name: getattr(info, name) for name in names if getattr(info, name, None)}
+
+
 def is_unspecified(sharding: object) -> bool:
     """True for the marker that a nested jit uses where the user gave no sharding."""
     return type(sharding).__name__ == "UnspecifiedValue"
@@ -117,6 +125,14 @@ def abstractify(leaf: object) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
 
 
+def is_ref(leaf: object) -> bool:
+    """True for a mutable array (`jax.new_ref`)."""
+    try:
+        return type(jax.typeof(leaf)).__name__ == "AbstractRef"
+    except TypeError:
+        return False
+
+
 def itemsize_of(aval: Any) -> int:
     """Bytes of one element of an abstract value on a device; 0 for tokens and float0."""
     dtype = getattr(aval, "dtype", None)
@@ -128,7 +144,7 @@ def itemsize_of(aval: Any) -> int:
 
 
 def user_spec(eqn: JaxprEqn, mesh: jax.sharding.Mesh) -> PartitionSpec | None:
-    """The PartitionSpec of a `sharding_constraint` equation; None where it is none, or names the axes of another mesh."""
+    """The PartitionSpec of a `sharding_constraint` equation; None where it is none, or on another mesh."""
     sharding = eqn.params.get("sharding")
     if not isinstance(sharding, NamedSharding):
         return None
@@ -169,6 +185,43 @@ def source_of(eqn: JaxprEqn) -> tuple[str, int]:
     return ("", 0) if frame is None else (frame.file_name, frame.start_line)
 
 
+def has_effects(eqn: JaxprEqn) -> bool:
+    """True if running the equation does more than compute its results."""
+    return bool(eqn.effects)
+
+
+def operand_values(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """By operand, the value of a literal, else shape and dtype."""
+    return tuple(
+        atom.val if is_literal(atom) else jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars
+    )
+
+
+def as_call(eqn: JaxprEqn, result_shapes: Sequence[tuple[int, ...]] | None = None) -> Callable[..., tuple[Any, ...]]:
+    """The equation as a function of its operands.
+
+    Args:
+        eqn: Any equation.
+        result_shapes: What the results are to be, for primitives whose parameters state that (`ffi_call`).
+    """
+    params = dict(eqn.params)
+    if result_shapes is not None and "result_avals" in params:
+        avals = zip(params["result_avals"], result_shapes, strict=True)
+        params["result_avals"] = tuple(aval.update(shape=tuple(shape)) for aval, shape in avals)
+
+    def call(*operands: Any) -> tuple[Any, ...]:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+        return tuple(results) if eqn.primitive.multiple_results else (results,)
+
+    return call
+
+
+def calls_python(lowered: jax.stages.Lowered) -> bool:
+    """True if the program calls back into this process."""
+    args = lowered._lowering.compile_args
+    return bool(args["host_callbacks"] or args["keepalive"])
+
+
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
     """A lowered program as another process can compile it, just as `lowered.compile()` would here.
@@ -188,10 +241,10 @@ def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, 
     """What another process needs to compile a lowered program; None if it calls back into this one."""
     from jax._src.interpreters import mlir, pxla
 
+    if calls_python(lowered):
+        return None
     computation: Any = lowered._lowering
     args = computation.compile_args
-    if args["host_callbacks"] or args["keepalive"]:
-        return None
     devices = list(computation._device_list)
     to_inputs, to_outputs = pxla.get_prop_to_input_output(
         args["in_shardings"], args["out_shardings"], len(args["ordered_effects"])

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,18 +58,21 @@ class LogicalAxes:
         return tuple(found)
 
 
-def logical_axes(program: Program, carry: Sequence[tuple[int, int]] = ()) -> LogicalAxes:
+def logical_axes(
+    program: Program, carry: Sequence[tuple[int, int]] = (), rule_for: Callable[[Eqn], DimRule] = rule_of
+) -> LogicalAxes:
     """Finds the logical axes of a program.
 
     Args:
         program: From `trace`.
         carry: Pairs (input leaf, output leaf) that are the same array one step later; their dimensions are joined.
+        rule_for: The dimension rule of an equation; by default what the registry says.
 
     Returns:
         The axes; every dimension of size > 1 of a value that depends on an argument has one.
     """
     constant = _constant(program)
-    rules = [rule_of(eqn) for eqn in program.eqns]
+    rules = [rule_for(eqn) for eqn in program.eqns]
     first_node = np.concatenate([[0], np.cumsum([len(v.shape) for v in program.values])])
     sizes = np.array([size for v in program.values for size in v.shape], dtype=np.int64)
     edges: list[tuple[int, int]] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -287,6 +287,87 @@ def op_sharding_rule(lowered: jax.stages.Lowered | str) -> tuple[OpRule, ...]:
 
     _run(module, _RULES_PIPELINE).walk(visit)
     return tuple(rules)
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOp:
+    """One operation of a program without loops and branches.
+
+    Attributes:
+        name: Name of the operation (`stablehlo.dot_general`).
+        operands: Numbers of the values it reads.
+        results: Numbers of the values it makes.
+        rule: The compiler's dimension rule; None where it states none.
+        combine: How it combines what it reduces (the operation in its body), "add" where it has no body.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: OpRule | None
+    combine: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOps:
+    """A lowered program as its operations in order, calls of functions entered.
+
+    Attributes:
+        arguments: Numbers of the arguments.
+        results: Numbers of what is returned.
+        ops: The operations.
+        ranks: By value number, the number of dimensions.
+    """
+
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    ops: tuple[LoweredOp, ...]
+    ranks: tuple[int, ...]
+
+
+def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
+    """The operations of a lowered program, each with the compiler's own dimension rule."""
+    operation = _run(lowered.compiler_ir("stablehlo"), _RULES_PIPELINE)
+    by_name = functions(operation)
+    ranks: list[int] = []
+    ops: list[LoweredOp] = []
+
+    def number(value: Any) -> int:
+        ranks.append(rank(value.type))
+        return len(ranks) - 1
+
+    def enter(function: Any, arguments: Sequence[int]) -> tuple[int, ...]:
+        block = function.regions[0].blocks[0]
+        numbers: dict[Any, int] = dict(zip(block.arguments, arguments, strict=True))
+        *body, end = (view.operation for view in block)
+        for op in body:
+            operands = tuple(numbers[value] for value in op.operands)
+            if op.name == "func.call":
+                callee = by_name[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+                results = enter(callee, operands)
+            else:
+                results = tuple(number(value) for value in op.results)
+                stated = "sdy.sharding_rule" in op.attributes
+                rule = _parse_rule(op.name, str(op.attributes["sdy.sharding_rule"])) if stated else None
+                ops.append(LoweredOp(op.name, operands, results, rule, _combine(op)))
+            numbers.update(zip(op.results, results, strict=True))
+        return tuple(numbers[value] for value in end.operands)
+
+    main = by_name["main"]
+    arguments = tuple(number(value) for value in main.regions[0].blocks[0].arguments)
+    results = enter(main, arguments)
+    return LoweredOps(arguments, results, tuple(ops), tuple(ranks))
+
+
+_COMBINE = {"maximum": "max", "minimum": "min", "multiply": "mul", "and": "and", "or": "or", "xor": "xor"}
+
+
+def _combine(op: Any) -> str:
+    """How a reduction combines, from the first operation of its body."""
+    if not len(op.regions) or not len(op.regions[0].blocks):
+        return "add"
+    first = next(iter(op.regions[0].blocks[0])).operation.name
+    return _COMBINE.get(first.removeprefix("stablehlo."), "add")
 
 
 def _parse_rule(name: str, text: str) -> OpRule:

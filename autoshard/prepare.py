@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.carry import Carry, matching_state, resolve_carry
 from autoshard.dims import logical_axes
+from autoshard.discover import RuleFinder
 from autoshard.errors import ArgumentError, PathError
 from autoshard.groups import find_groups
 from autoshard.layout import Problem
@@ -94,8 +94,6 @@ def make_request(
     if user_constraints not in ("pin", "ignore"):
         raise ArgumentError(f"user_constraints={user_constraints!r}; use 'pin' or 'ignore'.")
     info = resolve_mesh(mesh)
-    if donate_argnums is None and donate_argnames is None:
-        donate_argnums = _jitted_donation(fn, example_args, example_kwargs or {}, static_argnums, static_argnames)
     options = options_for(
         fn,
         static_argnums=static_argnums,
@@ -106,22 +104,6 @@ def make_request(
     call = flatten_call(fn, tuple(example_args), dict(example_kwargs or {}), options)
     kept: UserConstraints = "pin" if user_constraints == "pin" else "ignore"
     return Request(fn, options, info, carry, pins, kept), call
-
-
-def _jitted_donation(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static_argnums: Any, static_argnames: Any
-) -> tuple[int, ...] | None:
-    """Donated positions of a function that is already jitted; None where it is not, or cannot say."""
-    if not hasattr(fn, "trace") or static_argnums is not None or static_argnames is not None:
-        return None
-    try:
-        infos, _ = fn.trace(*args, **kwargs).args_info
-    except Exception:  # whatever is wrong, tracing says it properly later
-        return None
-    if len(infos) != len(args):
-        return None
-    leaves = [jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated")) for info in infos]
-    return tuple(i for i, own in enumerate(leaves) if own and all(leaf.donated for leaf in own))
 
 
 def prepare(request: Request, call: Call) -> Prepared:
@@ -140,7 +122,9 @@ def prepare(request: Request, call: Call) -> Prepared:
     state = tuple(carry) + tuple(
         pair for pair in matching_state(traced, donated_only=False) if pair[0] not in {i for i, _ in carry}
     )
-    axes = logical_axes(program, carry)
+    finder = RuleFinder()
+    axes = logical_axes(program, carry, finder.rule_for)
+    notes += finder.notes
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
     pins |= resolve_pins(_pin_map(request.pins, program.input_paths), program, mesh.axes, carry)
