@@ -115,21 +115,22 @@ def resolve_carry(traced: Traced, carry: Carry) -> tuple[tuple[int, int], ...]:
         owner = by_name.get(str(argument), argument)
         if owner not in arguments or output not in results:
             raise ArgumentError(
-                f"carry={{{argument!r}: {output!r}}}: the arguments are {list(by_name) or list(arguments)} and the outputs "
-                f"{list(results)}. Name one of each."
+                f"carry={{{argument!r}: {output!r}}}: the arguments are {list(by_name) or list(arguments)} "
+                f"and the outputs {list(results)}. Name one of each."
             )
         (tree, leaves), (out_tree, out_leaves) = arguments[owner], results[output]
         inputs, outputs = traced.program.body.inputs, traced.program.body.outputs
         if tree != out_tree or len(leaves) != len(out_leaves):
             raise ArgumentError(
-                f"carry={{{argument!r}: {output!r}}}: the argument is {tree} and the output {out_tree}. They must have the "
-                f"same structure to feed each other."
+                f"carry={{{argument!r}: {output!r}}}: the argument is {tree} and the output {out_tree}. "
+                f"They must have the same structure to feed each other."
             )
         for i, o in zip(leaves, out_leaves, strict=True):
             if inputs[i].shape != outputs[o].shape or inputs[i].dtype != outputs[o].dtype:
                 raise ArgumentError(
-                    f"carry={{{argument!r}: {output!r}}}: {traced.call.paths[i]} is {inputs[i].dtype}{list(inputs[i].shape)} "
-                    f"but {traced.program.output_paths[o]} is {outputs[o].dtype}{list(outputs[o].shape)}."
+                    f"carry={{{argument!r}: {output!r}}}: {traced.call.paths[i]} is "
+                    f"{inputs[i].dtype}{list(inputs[i].shape)} but {traced.program.output_paths[o]} is "
+                    f"{outputs[o].dtype}{list(outputs[o].shape)}."
                 )
             pairs.append((i, o))
     return tuple(pairs)

@@ -120,7 +120,7 @@ def abstractify(leaf: object) -> jax.ShapeDtypeStruct:
     else:
         aval = jax.typeof(leaf)
         shape, dtype, weak = aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0:
+    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0:
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
 
@@ -138,7 +138,7 @@ def itemsize_of(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None or dtype == jax.dtypes.float0:
         return 0
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return int(dtype.itemsize)
     return int(np.dtype(dtype).itemsize)
 

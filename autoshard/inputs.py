@@ -1,8 +1,8 @@
 """Inputs for verifying and measuring: the person's arrays (copied, never donated) or arrays made here, shard by shard.
 
 Made floats are uniform in [0.01, 0.11) (positive, so that square roots of second moments and logarithms stay finite);
-made integers are uniform in [0, bound), where bound is the smallest dimension that the program indexes with integers, so
-that look-ups stay in range. Values depend on the leaf and the global position only, so every layout gets the same.
+made integers are uniform in [0, bound), where bound is the smallest dimension that the program indexes with integers,
+so that look-ups stay in range. Values depend on the leaf and the global position only, so every layout gets the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Inputs:
         leaf, aval = self.call.leaves[number], self.call.avals[number]
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self._make(number, aval, sharding)
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = np.asarray(jax.random.key_data(leaf))
             return _keys(data, str(jax.random.key_impl(leaf)), sharding)
         host = np.asarray(leaf)
@@ -57,7 +57,7 @@ class Inputs:
         return _put(host, aval, sharding)
 
     def _make(self, number: int, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             key = jax.random.key(number, impl=aval.dtype._impl.name)
             data = np.asarray(jax.random.key_data(key))
             return _keys(np.broadcast_to(data, (*aval.shape, *data.shape)), aval.dtype._impl.name, sharding)
@@ -84,12 +84,13 @@ class Inputs:
         return fill
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(numbers: np.ndarray) -> np.ndarray:
     """SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
+    x: np.ndarray = numbers
     with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x
 
 
 def _put(host: np.ndarray, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
@@ -111,8 +112,9 @@ def _python_type(dtype: Any) -> type:
 
 
 def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
-    keys = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-    return jax.device_put(keys, sharding)
+    keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    placed: jax.Array = jax.device_put(keys, sharding)
+    return placed
 
 
 def inputs_for(call: Call, program: Program) -> Inputs:
@@ -124,7 +126,11 @@ def inputs_for(call: Call, program: Program) -> Inputs:
         shape = eqn.inputs[0].shape
         if "dimension_numbers" in eqn.params:
             numbers = eqn.params["dimension_numbers"]
-            indexed = getattr(numbers, "start_index_map", None) or getattr(numbers, "scatter_dims_to_operand_dims", ())
+            indexed: Sequence[int] = (
+                getattr(numbers, "start_index_map", None)
+                or getattr(numbers, "scatter_dims_to_operand_dims", None)
+                or ()
+            )
         else:
             indexed = range(len(shape))
         sizes += [shape[d] for d in indexed if shape[d] > 1]

@@ -1,8 +1,8 @@
 """What a function is called with: leaves, leaf paths, statics and donation, flattened exactly as `jax.jit` would.
 
-The rest of autoshard sees a function of flat array leaves. Everything that is not an array for jax -- arguments named in
-`static_argnums`/`static_argnames`, and leaves such as an activation function inside a module -- is kept aside and put
-back when the function is called.
+The rest of autoshard sees a function of flat array leaves. Everything that is not an array for jax -- arguments named
+in `static_argnums`/`static_argnames`, and leaves such as an activation function inside a module -- is kept aside and
+put back when the function is called.
 """
 
 from __future__ import annotations
@@ -112,26 +112,34 @@ def options_for(
     donate_argnums: int | Iterable[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
 ) -> CallOptions:
-    """Normalises the jit arguments: names and positions imply each other where the signature tells, as in `jax.jit`."""
+    """Normalises the jit arguments: names and positions imply each other where the signature tells, as in `jax.jit`.
+
+    A function that is jitted already brings its own where none are given here.
+    """
+    own = compat.jit_options(fn)
+    if static_argnums is None and static_argnames is None:
+        static_argnums, static_argnames = own.get("static_argnums"), own.get("static_argnames")
+    if donate_argnums is None and donate_argnames is None:
+        donate_argnums, donate_argnames = own.get("donate_argnums"), own.get("donate_argnames")
     parameters = parameters_of(fn)
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     has_var_kw = any(p.kind is p.VAR_KEYWORD for p in parameters)
     has_var_positional = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
+    called = getattr(fn, "__name__", str(fn))
+
     def both(nums: Any, names: Any, what: str) -> tuple[frozenset[int], frozenset[str]]:
         numbers, strings = set(_as_tuple(nums)), set(_as_tuple(names))
         if parameters:
             unknown = strings - named
             if unknown and not has_var_kw:
-                raise ArgumentError(
-                    f"{what}_argnames names {sorted(unknown)}, but {getattr(fn, '__name__', fn)!s} takes {sorted(named)}."
-                )
+                raise ArgumentError(f"{what}_argnames names {sorted(unknown)}, but {called} takes {sorted(named)}.")
             bad = [n for n in numbers if not has_var_positional and not -len(positional) <= n < len(positional)]
             if bad:
                 raise ArgumentError(
-                    f"{what}_argnums has {bad[0]}, but {getattr(fn, '__name__', fn)!s} has {len(positional)} positional "
-                    f"parameters {positional}."
+                    f"{what}_argnums has {bad[0]}, but {called} has {len(positional)} positional parameters "
+                    f"{positional}."
                 )
             numbers = {n % len(positional) if n < 0 else n for n in numbers}
             strings |= {positional[n] for n in numbers if n < len(positional) and positional[n] in named}
@@ -152,6 +160,20 @@ def is_static(leaf: object) -> bool:
     return False
 
 
+def _refused(leaf: object, where: str) -> bool:
+    """`is_static`, with an error for leaves that stand for arrays but cannot be given to a compiled program."""
+    try:
+        static = is_static(leaf)
+    except ValueError as error:  # masked arrays; jax.jit says the same
+        raise ArgumentError(f"{where}: {error}") from None
+    if compat.is_ref(leaf):
+        raise ArgumentError(
+            f"{where} is a mutable array (jax.new_ref), which a plan cannot lay out. Pass {where}[...] and return its "
+            f"new value instead; refs that the function makes itself are fine."
+        )
+    return static
+
+
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
     names: list[str] = []
     for parameter in parameters_of(fn):
@@ -163,7 +185,7 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def leaf_paths(prefixed: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, ...]:
-    """Unique leaf paths: the short form (`params/layers/wq`), or the full one (`params['layers']['wq']`) on a collision.
+    """Unique leaf paths: the short form (`params/layers/wq`), or the full one (`params['layers']['wq']`) on a clash.
 
     >>> key = jax.tree_util.DictKey
     >>> leaf_paths([("p", (key("a/b"),)), ("p", (key("a"), key("b"))), ("x", ())])
@@ -177,9 +199,7 @@ def leaf_paths(prefixed: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, ..
     )
 
 
-def flatten_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: CallOptions
-) -> Call:
+def flatten_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: CallOptions) -> Call:
     """Flattens a call of `fn` as `jax.jit` would.
 
     Raises:
@@ -207,16 +227,12 @@ def flatten_call(
     owners: list[int | str] = []
     prefixed: list[tuple[str, tuple[Any, ...]]] = []
     for number, (path, leaf) in enumerate(with_paths):
-        if is_static(leaf):
+        owner: int | str = positions[path[1].idx] if path[0].idx == 0 else path[1].key
+        name = names[owner] if isinstance(owner, int) else owner
+        if _refused(leaf, f"{name}{jax.tree_util.keystr(path[2:])}"):
             static_leaves.append((number, leaf))
             continue
-        owner: int | str
-        if path[0].idx == 0:
-            owner = positions[path[1].idx]
-            prefixed.append((names[owner], tuple(path[2:])))
-        else:
-            owner = path[1].key
-            prefixed.append((path[1].key, tuple(path[2:])))
+        prefixed.append((name, tuple(path[2:])))
         leaves.append(leaf)
         owners.append(owner)
         array_positions.append(number)

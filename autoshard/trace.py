@@ -108,8 +108,8 @@ def _refuse_ordered_effects(program: Program) -> None:
         if not eqn.bodies and compat.one_device_only(eqn.origin):
             where = source_line(eqn)
             raise TraceError(
-                f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an ordered effect, and jax runs "
-                f"ordered effects on one device only. Use ordered=False there, or a mesh of one device."
+                f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an ordered effect, and jax "
+                f"runs ordered effects on one device only. Use ordered=False there, or a mesh of one device."
             )
 
 

@@ -281,6 +281,17 @@ def test_low_precision_on_the_way_to_float32(dtype):
     pin_and_compare(fn, args, mesh, {"p/w": P("b"), "x": P("a", "b")}, lowest=dtype)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.25), (jnp.float16, 0.25)])
+def test_a_sum_counted_twice_would_be_seen_in_any_precision(dtype, limit):
+    def fn(x, w):
+        return x @ w
+
+    args = jnp.asarray(floats(8, 1024), dtype), jnp.asarray(floats(1024, 16), dtype)
+    plan = search(fn, args, mesh_of(a=4, b=2))
+    tolerance = max(trial.verified.tolerance for trial in plan.trials if trial.verified)
+    assert tolerance < limit * float(jnp.max(jnp.abs(fn(*args))))
+
+
 def test_near_ties_are_no_false_alarm():
     def pick(x, w):
         return jnp.argmax(x @ w, axis=-1), jnp.argsort(x.sum(1))
