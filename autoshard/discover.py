@@ -36,6 +36,9 @@ from autoshard.program import Eqn
 OPENED = frozenset({"ffi_call", "custom_partitioning"})
 """Primitives that the registry calls opaque, but that may be looked into."""
 
+MAKERS = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.iota"})
+"""Operations that make new dimensions of which every device can make its own part."""
+
 MOST_ELEMENTS = 2**16
 """An array of more elements is not run: this keeps discovery to some milliseconds a run."""
 
@@ -92,7 +95,7 @@ def _find(eqn: Eqn) -> tuple[DimRule, str]:
         try:
             lowered = _lowered(eqn)
             ops = lowered_ops(lowered)
-            rule = _stated(eqn, ops)
+            rule = stated_rule(eqn, ops)
             if rule is not None:
                 return rule, "its dimensions are linked as the compiler states for its lowering"
             refusal = _may_not_run(eqn, lowered, ops)
@@ -114,8 +117,8 @@ def _lowered(eqn: Eqn) -> jax.stages.Lowered:
     return call.lower(*compat.operand_values(eqn.origin))
 
 
-def _stated(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
-    """The rules of the operations composed; None where one that reads an array has none."""
+def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
+    """The rules of the operations composed; None where one that reads anything has none (loops, branches, calls)."""
     first = [0, *itertools.accumulate(ops.ranks)]
     same = list(range(first[-1]))
     marks: list[tuple[int, LoopKind]] = []
@@ -128,9 +131,9 @@ def _stated(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
 
     for op in ops.ops:
         if op.rule is None:
-            if any(ops.ranks[value] for value in op.operands):
+            if op.operands:
                 return None
-            continue
+            continue  # a constant
         majors: dict[str, list[int]] = {}
         minors: set[str] = set()
         for values, mapping in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
@@ -139,13 +142,15 @@ def _stated(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
                     if factors:
                         majors.setdefault(factors[0], []).append(first[value] + dim)
                         minors |= set(factors[1:])
+        read = {f for dims in op.rule.operands for factors in dims for f in factors}
+        made = set() if op.name in MAKERS else majors.keys() - read
         reduced = op.rule.kinds.get("reduction", ())
         moved = op.rule.kinds.get("permutation", ())
         whole = {f for kind in ("need_replication", "blocked_propagation") for f in op.rule.kinds.get(kind, ())}
         for factor, nodes in majors.items():
             for node in nodes:
                 same[root(node)] = root(nodes[0])
-            if factor in minors or factor in whole:
+            if factor in minors | made | whole:
                 marks.append((nodes[0], LoopKind.WHOLE))
             elif factor in moved:
                 marks.append((nodes[0], LoopKind.PERMUTED))
@@ -156,9 +161,11 @@ def _stated(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
     places: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
     for side, (arrays, values) in enumerate(((eqn.inputs, ops.arguments), (eqn.outputs, ops.results))):
         for position, (array, value) in enumerate(zip(arrays, values, strict=True)):
-            for dim in range(len(array.shape)):  # of a typed key, the lowered value has more
+            for dim in range(len(array.shape)):
                 # The first dimension of an array that runs over a loop is it: no array has two of one loop.
                 places.setdefault(root(first[value] + dim), ({}, {}))[side].setdefault(position, dim)
+            for dim in range(len(array.shape), ops.ranks[value]):  # the words of a typed key
+                marked.add((root(first[value] + dim), LoopKind.WHOLE))
     loops = Loops.of(eqn)
     for component, (operands, results) in places.items():
         if (component, LoopKind.WHOLE) in marked:

@@ -19,7 +19,7 @@ from autoshard import discover
 from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.dims import logical_axes
 from autoshard.discover import RuleFinder
-from autoshard.optimize import Effort, optimize
+from autoshard import Effort, optimize
 from autoshard.program import Program
 from autoshard.signature import flatten_call, options_for
 from autoshard.trace import trace
@@ -197,6 +197,18 @@ def test_a_product_of_sizes_keeps_its_proportions() -> None:
         as_jax=hidden(lambda x, w: x.reshape(-1, w.shape[0]) * w),
     )
     assert linked(rule(split, (2048,), (512,))[0]) == {"0.0>0.0": "pass"}
+
+
+def test_what_a_branch_captures_is_not_overlooked() -> None:
+    """The compiler's branches read arrays that are not among their operands."""
+    branch = primitive(
+        "test_run_branch",
+        like,
+        as_jax=lambda x: x + lax.cond(x[0, 0] > 0, lambda: lax.cumsum(x, 1), lambda: x),
+    )
+    found, note = rule(branch, (8, 16))
+    assert note.endswith("as running it on small arrays shows")
+    assert linked(found) == {"0.0>0.0": "pass"}
 
 
 # Not run ------------------------------------------------------------------------------------------------------------

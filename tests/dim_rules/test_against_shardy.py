@@ -1,0 +1,116 @@
+"""Our rules against those that the compiler states for the same operations; every difference has a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import pytest
+from rule_cases import CASES, Case
+from rule_check import Application, run
+
+from autoshard.dim_rules import DimRule, LoopKind, known_primitives
+from autoshard.discover import stated_rule
+from autoshard.partition import lowered_ops
+
+_EXACT_WINDOWS = "windows that tile the dimension need no halo; the compiler's rule does not look at strides"
+_NO_HALO_OF_ALL = "every element needs all before it; the compiler gathers them as one large halo"
+_PAIRS = "partial results are combined, but by none of add, max, min, mul, and, or, xor: pairs, or the user's function"
+_COLUMNS = "columns of the right-hand side are solved one by one; jax states the batch dimensions of its own calls only"
+_PARTS = "operand and result do share a part of the dimension, for which a reshard pays; the compiler states nothing"
+_SOURCE = "the compiler maps one of the two operands of the window only"
+
+EXPLAINED: Mapping[str, str] = {
+    **dict.fromkeys((f"reduce_window{kind}[tiled]" for kind in ("", "_sum", "_max", "_min")), _EXACT_WINDOWS),
+    "conv_general_dilated[patches]": _EXACT_WINDOWS,
+    "select_and_gather_add[tiled]": _EXACT_WINDOWS,
+    "select_and_scatter_add[tiled]": _EXACT_WINDOWS,
+    "slice[every other]": _EXACT_WINDOWS,
+    "select_and_scatter": _SOURCE,
+    "select_and_scatter_add": _SOURCE,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _NO_HALO_OF_ALL),
+    **dict.fromkeys(("argmax", "argmin", "reduce[any]"), _PAIRS),
+    **dict.fromkeys(
+        ("ormqr", "ormqr[right]", "tridiagonal_solve", "triangular_solve", "triangular_solve[right]"), _COLUMNS
+    ),
+    **dict.fromkeys(("concatenate", "dynamic_slice", "stack"), _PARTS),
+    "tile": "copies of a split dimension are a reshard; it is lowered as a new dimension that is merged afterwards",
+    "reshape[nothing in common]": "pieces agree for common divisors only: unlike dimensions would become one axis",
+    "scatter-sub[rows]": "subtracted updates add up; the compiler does not see that in the function it is given",
+    "symmetric_product": "its rows and columns are one dimension: a split of both is no cut of the result",
+    "ragged_dot_general": "groups add up; the compiler sees a mask over all groups, made by their running sizes",
+    "ragged_dot_general[contracting]": "every device can make its own groups; the compiler sees a mask again",
+}
+"""By case, why the two rules differ."""
+
+EXPLAINED_BEFORE_0_12: Mapping[str, str] = {
+    "pad[inside]": "one end is cut off and the other padded, so that all elements move; it looks at the size only",
+}
+
+EXPLAINED_SINCE_0_12: Mapping[str, str] = {
+    **dict.fromkeys(
+        (f"conv_general_dilated{note}" for note in ("", "[feature groups]", "[batch groups]")),
+        "a window is small: it is never worth splitting",
+    ),
+    "dynamic_update_slice": "operand and result are one array: only the update has to be brought to its place",
+    "unstack": _PARTS,
+}
+
+Loop = tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+
+
+def loops(rule: DimRule, app: Application) -> set[Loop]:
+    """The loops that can be split: kind, and the dimensions (of size > 1) of operands and results."""
+    found = set()
+    for loop, kind in enumerate(rule.kinds):
+        operands, results = (
+            tuple(
+                (i, d)
+                for i, (value, dims) in enumerate(zip(values, maps, strict=True))
+                for d, other in enumerate(dims)
+                if other == loop and value.shape[d] > 1
+            )
+            for values, maps in ((app.eqn.inputs, rule.operands), (app.eqn.outputs, rule.results))
+        )
+        if kind is not LoopKind.WHOLE and (operands or results):
+            found.add((kind.value, operands, results))
+    return found
+
+
+def theirs(app: Application) -> DimRule | None:
+    """What the compiler states for the lowering of an equation by itself."""
+    lowered = jax.jit(lambda *operands: run(app.primitive, operands, app.eqn.params), keep_unused=True).lower(
+        *app.operands
+    )
+    return stated_rule(app.eqn, lowered_ops(lowered))
+
+
+def reasons() -> Mapping[str, str]:
+    recent = jax.__version_info__ >= (0, 12)
+    return {**EXPLAINED, **(EXPLAINED_SINCE_0_12 if recent else EXPLAINED_BEFORE_0_12)}
+
+
+SEEN: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rule_is_the_compilers_or_differs_for_a_reason(case: Case) -> None:
+    app = case.make(np.random.default_rng(0))
+    stated = theirs(app)
+    if stated is None:
+        SEEN["not stated"] += 1
+        assert str(case) not in reasons()
+        return
+    ours = loops(known_primitives()[case.primitive].rule(app.eqn), app)
+    SEEN["compared"] += 1
+    assert (ours != loops(stated, app)) == (str(case) in reasons()), f"ours {ours}\ntheirs {loops(stated, app)}"
+
+
+def test_most_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are lowered to loops, or to mathematics for which the compiler states nothing."""
+    if sum(SEEN.values()) == len(CASES):
+        assert SEEN["compared"] > 150
+    with capsys.disabled():
+        print(f"\njax {jax.__version__}: {dict(SEEN)}, {len(reasons())} of them differ")
