@@ -70,7 +70,7 @@ def test_one_wrong_element_of_one_leaf_is_caught_and_named(index: int) -> None:
         lambda x: x / 4,  # a mean over the shards of a sum
         lambda x: x[:8],
         lambda x: x.at[0, 0].set(jnp.nan),
-        lambda x: jnp.zeros_like(x),
+        jnp.zeros_like,
     ],
 )
 def test_a_wrong_compiled_function_is_caught(wrong: Callable[[jax.Array], jax.Array]) -> None:
