@@ -3,10 +3,10 @@
 What counts as equal follows from the function itself, not from a fixed tolerance. Sharding changes the order of sums,
 so each float leaf may differ by `FACTOR * eps * sqrt(longest sum)` of its own scale, eps that of the float32 in which
 sums are accumulated; by `LOW_FACTOR` roundings to the lowest precision on any path of the program (few enough that a
-sum counted twice is seen in bfloat16 too); and by `DRIFT_FACTOR` times what the *unsharded* function itself changes when
-every float input is moved by one unit in the last place (an optimizer that divides by the root of a tiny second moment
-amplifies rounding, and says so here). Integers and booleans must be equal, except where that same nudge changes them
-(an argmax between near ties).
+sum counted twice is seen in bfloat16 too); and by `DRIFT_FACTOR` times what the *unsharded* function itself changes
+when every float input is moved by one unit in the last place (an optimizer that divides by the root of a tiny second
+moment amplifies rounding, and says so here). Integers and booleans must be equal, except where that same nudge changes
+them (an argmax between near ties).
 """
 
 from __future__ import annotations
