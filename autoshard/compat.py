@@ -60,7 +60,8 @@ def replace_jaxpr(old: Any, new_open: Any) -> Any:
 def map_jaxprs(params: Mapping[str, Any], transform: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Parameters with every jaxpr replaced by `transform(name, jaxpr)`.
 
-    Only jaxprs and *exact* tuples of jaxprs are touched: named tuples of jaxprs (`custom_linear_solve`) stay as they are.
+    Only jaxprs and *exact* tuples of jaxprs are touched; named tuples of jaxprs (`custom_linear_solve`) stay as they
+    are.
     """
     changed = dict(params)
     for key, value in params.items():
@@ -80,7 +81,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as the call would have had it.
+    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as in the call.
 
     Inside jax's own jitted functions (`take_along_axis`) no line is the user's: there the line of the call stands in.
     """

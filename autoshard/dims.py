@@ -1,13 +1,13 @@
-"""Stage 2: logical axes. Every (value, dimension) pair is a node; dimension rules and ties join nodes; classes are axes.
+"""Stage 2: logical axes. Each (value, dimension) is a node; dimension rules and ties join nodes; classes are axes.
 
 Invariants:
 
-- only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded, sorted or gathered is
-  another axis than the result's);
-- values that depend on no argument (iota, masks, tables) join nothing: one mask used for two sequences does not make them
-  one; they are lent the axes of their first reader, because every device can make its own part;
+- only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded, sorted or gathered
+  is another axis than the result's);
+- values that depend on no argument (iota, masks, tables) join nothing: one mask used for two sequences does not make
+  them one; they are lent the axes of their first reader, because every device can make its own part;
 - dimensions of size 1 have no axis;
-- a scanned dimension never inherits an axis through a reshape: in `(B) -> (n_micro, b)` followed by a scan, b is the batch.
+- a scanned dimension never inherits an axis through a reshape: in `(B) -> (n_micro, b)` and a scan, b is the batch.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ def logical_axes(
         if constant[value.index]:
             return (NO_AXIS,) * len(value.shape)
         start = int(first_node[value.index])
-        return tuple(
-            numbers[int(labels[start + dim])] if size > 1 else NO_AXIS for dim, size in enumerate(value.shape)
-        )
+        return tuple(numbers[int(labels[start + dim])] if size > 1 else NO_AXIS for dim, size in enumerate(value.shape))
 
     of_value = [axes_of(v) for v in program.values]
     _lend(program, rules, constant, of_value)
@@ -175,8 +173,8 @@ def _lend(
 ) -> None:
     """Lends each computed constant (zeros, masks) the axes of its first reader: every device makes just its own part.
 
-    Nothing is joined by that: another reader with other axes makes its own part as well. Captured arrays (constvars) are
-    whole on every device and get no axes.
+    Nothing is joined by that: another reader with other axes makes its own part as well. Captured arrays (constvars)
+    are whole on every device and get no axes.
     """
     made = {v.index for eqn in program.eqns if not eqn.bodies for v in eqn.outputs if constant[v.index]}
 

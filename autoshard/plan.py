@@ -158,7 +158,7 @@ class Plan:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             return plan.traced.unflatten_outputs(plan.built.function(*call.leaves))
         executable = plan.compile().executable
-        times = Counter(id(leaf) for leaf in call.leaves)  # jax refuses (or dies of) a donated array that is passed twice
+        times = Counter(id(leaf) for leaf in call.leaves)  # jax dies of a donated array that is passed twice
         leaves = [
             _private(leaf, sharding) if donated and times[id(leaf)] > 1 else _moved(leaf, aval, sharding, donated)
             for leaf, aval, sharding, donated in zip(
@@ -211,8 +211,8 @@ class Plan:
         arrays = [i for i, leaf in enumerate(leaves) if not is_static(leaf)]
         if len(arrays) != len(numbers):
             raise PathError(
-                f"place({argument!r}, ...): the tree has {len(arrays)} array leaves, but the argument had {len(numbers)} "
-                f"({', '.join(paths[i] for i in numbers[:4])}, ...). Pass the same structure."
+                f"place({argument!r}, ...): the tree has {len(arrays)} array leaves, but the argument had "
+                f"{len(numbers)} ({', '.join(paths[i] for i in numbers[:4])}, ...). Pass the same structure."
             )
         avals, shardings = self.traced.call.avals, self.built.in_shardings
         for position, number in zip(arrays, numbers, strict=True):
@@ -245,7 +245,7 @@ class Plan:
 
 
 def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, donated: bool) -> Any:
-    """The leaf laid out as needed: itself where it is already, else a copy that donation does not tie to the original."""
+    """The leaf laid out as needed: itself where it is so already, else a copy; donating that spares the original."""
     if aval.dtype == jax.dtypes.float0:
         return leaf
     if isinstance(leaf, jax.Array) and (

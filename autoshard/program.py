@@ -3,7 +3,7 @@
 `trace` builds a `Program` from a jaxpr and is, with its compat file, the only module that knows jaxprs. Invariants:
 
 - every `Value` and every `Eqn` is unique: bodies are made distinct per call site, so identity means "this place";
-- `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer ones first met first);
+- `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer ones first);
 - how the values of a body relate to those of its equation is stated by `Eqn.ties`, never guessed from primitive names.
 """
 
