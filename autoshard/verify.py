@@ -103,8 +103,9 @@ def _error(want: np.ndarray, got: np.ndarray, unstable: np.ndarray | None) -> fl
 
 
 def epsilon_of(axes: LogicalAxes) -> float:
-    """Machine epsilon of the lowest float precision that any value of the program has."""
-    names = {v.dtype for v in axes.program.values if v.shape or v.dtype not in ("float32", "float64")}
+    """Machine epsilon of the lowest float precision that anything in the program is computed in."""
+    computed = (value for eqn in axes.program.eqns for value in eqn.outputs)
+    names = {v.dtype for v in computed if v.shape or v.dtype not in ("float32", "float64")}
     floats = [n for n in names if n.startswith(("float", "bfloat", "complex")) and n != "float0"]
     return max(map(epsilon, floats), default=0.0)
 
