@@ -23,7 +23,7 @@ from autoshard.partition import PartitionFailure, partition
 from autoshard.prepare import Prepared
 from autoshard.progress import Progress
 from autoshard.report import bytes_text, seconds_text
-from autoshard.search.proposer import Proposal
+from autoshard.search.proposer import Proposal, without_idle_rules
 from autoshard.search.storage import Evidence
 from autoshard.shrink import Shrunk, shrink
 from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial, Verified
@@ -33,6 +33,9 @@ log = logging.getLogger("autoshard")
 
 NOISE = 1.05
 """Medians within this ratio count as equally fast, as do those whose bootstrap interval holds 1."""
+
+ARGUMENTS_PREDICTED = 100
+"""Candidates from the top of the ranking within which layouts for arguments only get a prediction of their own."""
 
 FAR = 2.0
 """Prediction alone prunes a candidate only beyond this multiple of the memory budget."""
@@ -49,11 +52,16 @@ class Candidate:
     compiled: Compiled | None = None
 
     @property
-    def order(self) -> tuple[float, bool, int, str]:
-        """Order among equals: compiled time (predicted where there is none), stated inside, fewer rules, key."""
-        found = self.trial.compiled
-        seconds = self.proposal.prediction.time_s if found is None else found.time_s
-        return seconds, not self.layout.inside, len(self.layout.rules), self.trial.key
+    def order(self) -> tuple[float, float, bool, int, str]:
+        """Order of candidates: compiled time to three digits (predicted where there is none), compiled peak to two.
+
+        Then stated inside before arguments only, fewer rules, key.
+        """
+        found, prediction = self.trial.compiled, self.proposal.prediction
+        seconds = prediction.time_s if found is None else found.time_s
+        peak_bytes = prediction.peak_bytes if found is None else found.peak_bytes
+        rounded = float(f"{seconds:.3g}"), float(f"{peak_bytes:.2g}")
+        return (*rounded, not self.layout.inside, len(self.layout.rules), self.trial.key)
 
     @property
     def is_preset(self) -> bool:
@@ -80,27 +88,42 @@ class Race:
     deadline_s: float | None = None
 
     def enter(self, proposals: Iterable[Proposal]) -> None:
-        """Enters each proposal twice: with constraints inside, and for arguments only."""
+        """Enters each proposal twice: with constraints inside, and for arguments only; best first by prediction.
+
+        Layouts for arguments only are one where their arguments are split alike. What the rules say of the inside does
+        not hold there, so the best of them are predicted by the fewest rules that give the same arguments.
+        """
+        entered = {c.trial.key for c in self.candidates}
         for proposal in proposals:
-            p = proposal.prediction
-            predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
             for inside in (True, False):
                 layout = proposal.layout if inside else replace(proposal.layout, inside=False)
-                trial = Trial(
-                    name=proposal.name if inside else f"{proposal.name} (arguments)",
-                    origin=proposal.origin,
-                    rules=tuple(map(str, layout.rules)),
-                    constraints="anchors" if inside else "arguments",
-                    key=proposal.key if inside else layout.key(),
-                    predicted=predicted,
-                )
-                if any(c.trial.key == trial.key for c in self.candidates):
+                key = proposal.key if inside else layout.key()
+                if key in entered:
                     continue
-                known = self.evidence.get(trial.key)
-                if known is not None:
-                    stored = msgspec.convert(known, Trial)
-                    trial = replace(stored, name=trial.name, origin=trial.origin, predicted=predicted)
-                self.candidates.append(Candidate(layout, proposal, trial))
+                entered.add(key)
+                own = proposal
+                if not inside and len(entered) <= ARGUMENTS_PREDICTED:
+                    layout = without_idle_rules(layout)
+                    own = replace(proposal, prediction=self.predictor.predict(replace(layout, inside=True)))
+                self._enter(own, layout, key)
+        self.candidates.sort(key=lambda c: c.proposal.order(self.budget_bytes))
+
+    def _enter(self, proposal: Proposal, layout: Layout, key: str) -> None:
+        p = proposal.prediction
+        predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
+        trial = Trial(
+            name=proposal.name if layout.inside else f"{proposal.name} (arguments)",
+            origin=proposal.origin,
+            rules=tuple(map(str, layout.rules)),
+            constraints="anchors" if layout.inside else "arguments",
+            key=key,
+            predicted=predicted,
+        )
+        known = self.evidence.get(key)
+        if known is not None:
+            stored = msgspec.convert(known, Trial)
+            trial = replace(stored, name=trial.name, origin=trial.origin, predicted=predicted)
+        self.candidates.append(Candidate(layout, proposal, trial))
 
     def _keep(self, candidate: Candidate) -> None:
         self.evidence.put(candidate.trial.key, candidate.trial.to_dict())

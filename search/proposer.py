@@ -57,6 +57,10 @@ class Proposal:
         """Predicted bytes over the budget, 0 where it fits."""
         return 0 if budget_bytes is None else max(0, self.prediction.peak_bytes - budget_bytes)
 
+    def order(self, budget_bytes: int | None) -> tuple[int, float, int]:
+        """Order of candidates: those that fit by time, then the others by how far they are over the budget."""
+        return self.excess_bytes(budget_bytes), self.prediction.time_s, self.prediction.peak_bytes
+
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
@@ -225,8 +229,7 @@ class _Search:
         self._tell(self._study.ask(), None, None)
 
     def _cost(self, proposal: Proposal) -> tuple[int, float, int]:
-        """Order of candidates: those that fit by time, then the others by how far they are over the budget."""
-        return proposal.excess_bytes(self._budget_bytes), proposal.prediction.time_s, proposal.prediction.peak_bytes
+        return proposal.order(self._budget_bytes)
 
     def ranked(self) -> tuple[Proposal, ...]:
         """Everything found, best first; of equal predictions a preset, then fewer rules, then by key."""
