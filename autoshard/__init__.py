@@ -5,6 +5,7 @@
 'model'
 """
 
+from autoshard.apply import apply as apply
 from autoshard.errors import ArgumentError as ArgumentError
 from autoshard.errors import AutoshardError as AutoshardError
 from autoshard.errors import FactoryError as FactoryError
@@ -19,9 +20,8 @@ from autoshard.errors import SpecError as SpecError
 from autoshard.errors import StudyError as StudyError
 from autoshard.errors import TableError as TableError
 from autoshard.errors import TraceError as TraceError
+from autoshard.ladder import Effort as Effort
 from autoshard.layout import AxisRule as AxisRule
-from autoshard.optimize import Effort as Effort
-from autoshard.optimize import apply as apply
 from autoshard.optimize import optimize as optimize
 from autoshard.plan import Plan as Plan
 from autoshard.plan import Verification as Verification

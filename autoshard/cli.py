@@ -13,7 +13,8 @@ import typer
 
 from autoshard.errors import ArgumentError, AutoshardError, NoFeasiblePlanError, SearchFailedError
 from autoshard.factory import call_factory
-from autoshard.optimize import Effort, optimize
+from autoshard.ladder import Effort
+from autoshard.optimize import optimize
 from autoshard.plan import Plan
 from autoshard.report import table_text
 from autoshard.table import SpecTable

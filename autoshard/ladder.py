@@ -1,0 +1,209 @@
+"""Which candidates climb: how many are partitioned, compiled, verified and measured, and which one wins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.errors import ArgumentError, NoFeasiblePlanError, SearchFailedError
+from autoshard.layout import shard_count
+from autoshard.race import FAR, Candidate, Race
+from autoshard.report import bytes_text
+from autoshard.search.proposer import Proposals
+
+PARTITIONED_PER_COMPILED = 2
+ROUNDS_OF_REJECTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much evidence a search gathers.
+
+    Attributes:
+        compiled: Candidates compiled at most (more only where none of them fits the budget or gives right numbers); up
+            to half of them presets.
+        measured: Candidates measured at most; the best preset is among them if it is two or more.
+        seconds: Compile and measure nothing new after this long; None for as long as it takes.
+    """
+
+    compiled: int = 12
+    measured: int = 4
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.compiled < 0 or self.measured < 0 or (self.seconds is not None and self.seconds < 0):
+            raise ArgumentError(f"{self!r}: all numbers must be >= 0.")
+        if self.measured > self.compiled:
+            raise ArgumentError(f"{self!r}: what is measured must be compiled first. Use compiled >= measured.")
+
+
+def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
+    """Climbs the ladder; returns the winner."""
+    race.enter(proposals.ranked)
+    hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
+    if not effort.compiled:
+        fitting = [
+            c for c in race.candidates if c.trial.constraints == "anchors" and _maybe_fits(c, race.budget_bytes, 1)
+        ]
+        if not fitting:
+            raise _infeasible(race, proposals, compiled=False)
+        return fitting[0]
+    shortlist = _shortlist(_distinct(hopeful), PARTITIONED_PER_COMPILED * effort.compiled)
+    race.progress.say(f"partitioning {len(shortlist)} candidates")
+    times = race.partition(shortlist)
+    ranked = sorted(
+        (c for c in shortlist if c.trial.key in times),
+        key=lambda c: (c.proposal.excess_bytes(race.budget_bytes), times[c.trial.key], c.proposal.prediction.time_s),
+    )
+    ranked = _distinct(ranked)
+    known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
+    fresh = [c for c in ranked if c not in known]
+    chosen = known + _with_presets(fresh, max(0, effort.compiled - len(known)), presets_at_least=effort.compiled // 2)
+    for number, candidate in enumerate(chosen):
+        if number and race.late():
+            race.progress.say(f"out of time after {number} of {len(chosen)} compiles")
+            break
+        race.compile(candidate)
+    fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
+    if not fitting:
+        fitting = _compile_smallest(race, chosen, effort.compiled)
+    fitting.sort(key=lambda c: c.order)
+    if effort.measured:
+        return _measured_winner(race, fitting, effort)
+    while True:
+        for candidate in fitting:
+            race.verify(candidate)
+            if candidate.trial.status != "rejected":
+                return candidate
+        fitting = _next_best(race, effort.compiled)
+
+
+def _next_best(race: Race, count: int) -> list[Candidate]:
+    """Where everything that was tried is wrong: presets that were not, then others by prediction, a few at a time."""
+    rejected = sum(c.trial.status == "rejected" for c in race.candidates)
+    rest = [c for c in race.candidates if c.trial.status != "rejected" and _maybe_fits(c, race.budget_bytes, FAR)]
+    rest.sort(key=lambda c: not c.is_preset)
+    for candidate in rest[:count] if rejected < ROUNDS_OF_REJECTIONS * count else []:
+        race.compile(candidate)
+        if candidate.trial.status != "rejected":
+            return [candidate]
+    raise _all_rejected(race)
+
+
+def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Candidate:
+    """Verifies and measures the best few; the fastest correct one, ties within noise by prediction."""
+    left = list(fitting)
+    while left:
+        chosen = _with_presets(left, effort.measured, presets_at_least=max(1, effort.measured // 2))
+        for candidate in chosen:
+            race.verify(candidate)
+        rejected = [c for c in chosen if c.trial.status == "rejected"]
+        if rejected:
+            left = [c for c in left if c not in rejected] or _next_best(race, effort.compiled)
+            continue
+        race.measure(chosen)
+        measured = [c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"]
+        if measured:
+            return race.fastest(measured)
+        left = [c for c in left if c not in chosen]
+        if not left:
+            left = _next_best(race, effort.compiled)
+    raise _all_rejected(race)
+
+
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
+    """Without those that differ from an earlier one in nothing that any evidence so far can see."""
+    seen: set[object] = set()
+    kept = []
+    for candidate in candidates:
+        layout, trial = candidate.layout, candidate.trial
+        moved = (
+            candidate.proposal.prediction.collectives if trial.partitioned is None else trial.partitioned.collectives
+        )
+        looks = (trial.constraints, layout.input_specs(), layout.output_specs(), moved)
+        if looks not in seen or candidate.is_preset:
+            kept.append(candidate)
+        seen.add(looks)
+    return kept
+
+
+def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """The best by prediction, and every preset."""
+    best = candidates[:count]
+    return best + [c for c in candidates[count:] if c.is_preset]
+
+
+def _with_presets(ranked: list[Candidate], count: int, presets_at_least: int) -> list[Candidate]:
+    """The first `count` of a ranking, its last places (never the first) to the best presets where too few are in it."""
+    chosen = ranked[:count]
+    missing = min(presets_at_least, count - 1) - sum(c.is_preset for c in chosen)
+    for candidate in ranked[count:]:
+        if missing <= 0:
+            break
+        if candidate.is_preset:
+            chosen.append(candidate)
+            missing -= 1
+    while len(chosen) > count:
+        dropped = next(i for i in range(len(chosen) - 1, -1, -1) if not chosen[i].is_preset)
+        chosen.pop(dropped)
+    return chosen
+
+
+def _maybe_fits(candidate: Candidate, budget_bytes: int | None, factor: float) -> bool:
+    return budget_bytes is None or candidate.proposal.prediction.peak_bytes <= factor * budget_bytes
+
+
+def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Candidate]:
+    """Where nothing compiled fits: the layouts of the smallest predicted peak, before saying that nothing does."""
+    rest = [c for c in race.candidates if c not in tried and c.trial.status != "rejected"]
+    rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
+    for candidate in rest[: max(count, 4)]:
+        race.compile(candidate)
+        if candidate.trial.status != "rejected":
+            return [candidate]
+    raise _infeasible(race, None, compiled=True) if race.budget_bytes is not None else _all_rejected(race)
+
+
+def _infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> NoFeasiblePlanError:
+    budget = bytes_text(race.budget_bytes or 0)
+    smallest = min(race.candidates, key=lambda c: c.proposal.prediction.peak_bytes)
+    prediction = smallest.proposal.prediction
+    part, held = max(prediction.argument_bytes.items(), key=lambda item: item[1])
+    program = race.prepared.traced.program
+    leaf_bytes = {
+        path: value.bytes // shard_count(smallest.layout.fit(value).spec, race.prepared.problem.mesh_axes)
+        for path, value in zip(program.input_paths, program.body.inputs, strict=True)
+    }
+    leaf = max(leaf_bytes, key=lambda path: leaf_bytes[path], default="")
+    peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
+    text = (
+        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; the smallest "
+        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)}"
+        + (f", most in {leaf}, {bytes_text(leaf_bytes[leaf])})" if leaf else ")")
+    )
+    if compiled and peaks:
+        text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
+    else:
+        text += " (predicted only: nothing was compiled)"
+    donated = race.prepared.traced.call.donated
+    advice = ["Raise memory_budget_bytes", "add devices"]
+    if not all(donated):
+        advice.append("donate arguments that the step replaces (donate_argnums)")
+    return NoFeasiblePlanError(f"{text}.\n{', '.join(advice)}, or shrink the batch.")
+
+
+def _all_rejected(race: Race) -> SearchFailedError:
+    reasons = [f"{c.trial.name}: {c.trial.reason}" for c in race.candidates if c.trial.status == "rejected"]
+    listed = "\n  ".join(reasons[:12])
+    return SearchFailedError(f"all {len(reasons)} candidates that were tried were rejected:\n  {listed}")
+
+
+def best_so_far(race: Race, proposals: Proposals) -> Candidate:
+    """After an interruption: the best measured, else compiled, else predicted candidate."""
+    if not race.candidates:
+        race.enter(proposals.ranked[:1])
+    alive = [c for c in race.candidates if c.trial.status != "rejected"]
+    measured = [c for c in alive if c.trial.measured is not None]
+    if measured:
+        return race.fastest(measured)
+    compiled = [c for c in alive if c.trial.compiled is not None]
+    return min(compiled or alive, key=lambda c: c.order)
