@@ -1,0 +1,191 @@
+"""Proposing: presets and more, each effective layout once, and a study that can be continued."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+import autoshard
+from autoshard.cost_model.hardware import Link, h100
+from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.errors import StudyError
+from autoshard.layout import Layout
+from autoshard.prepare import Prepared
+from autoshard.search.presets import ORDER
+from autoshard.search.proposer import Proposals, propose
+from autoshard.search.storage import Evidence, open_storage
+from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
+from tests.stages import mesh_of, prepared
+
+FREE = h100.with_links({name: Link(alpha_s=0.0, bytes_per_s=1e11) for name in ("data", "model")})
+IDENTITY = {"program": "0123456789abcdef", "mesh": "data=4,model=2", "jax": "1"}
+ASKS = 15
+
+
+class Counting(Predictor):
+    """Remembers what it was asked."""
+
+    def __init__(self, made: Prepared) -> None:
+        super().__init__(made.problem, FREE, made.traced.call.donated)
+        self.asked: Counter[str] = Counter()
+
+    def predict(self, layout: Layout) -> Prediction:
+        self.asked[layout.key()] += 1
+        return super().predict(layout)
+
+    def sent_bytes(self, rules: Any) -> int:
+        return super().predict(Layout(self.problem, rules)).collective_bytes
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Prepared:
+    return prepared(mlp_step, mlp_args(batch=64, d=64, h=256), mesh_of(data=4, model=2), donate_argnums=0)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Prepared:
+    return prepared(decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1))
+
+
+def search(made: Prepared, **options: Any) -> tuple[Proposals, Counting]:
+    predictor = Counting(made)
+    return propose(made.problem, predictor, IDENTITY, **{"asks": ASKS, **options}), predictor
+
+
+@pytest.fixture(scope="module")
+def found(decoder: Prepared) -> tuple[Proposals, Counting]:
+    return search(decoder)
+
+
+def test_no_effective_layout_is_predicted_twice(found: tuple[Proposals, Counting]) -> None:
+    proposals, predictor = found
+    assert set(predictor.asked.values()) == {1}
+    assert proposals.evaluations == len(predictor.asked) == len(proposals.ranked)
+    assert len({p.key for p in proposals.ranked}) == len(proposals.ranked)
+    assert len({p.name for p in proposals.ranked}) == len(proposals.ranked)
+
+
+def test_every_preset_is_proposed_or_skipped_with_a_reason(found: tuple[Proposals, Counting]) -> None:
+    proposals, _ = found
+    named = {p.name for p in proposals.ranked if p.origin == f"preset:{p.name}"}
+    skipped = {s.name: s.reason for s in proposals.skipped}
+    assert named | set(skipped) == set(ORDER)
+    assert all(skipped.values())
+
+
+def test_best_first_and_better_than_every_preset(found: tuple[Proposals, Counting]) -> None:
+    times = [p.prediction.time_s for p in found[0].ranked]
+    assert times == sorted(times)
+    assert any(p.origin == "search" for p in found[0].ranked[:3])
+
+
+def test_rules_of_a_proposal_make_its_prediction(found: tuple[Proposals, Counting], decoder: Prepared) -> None:
+    for proposal in found[0].ranked[:5]:
+        again = Predictor(decoder.problem, FREE, decoder.traced.call.donated).predict(proposal.layout)
+        assert again.collective_bytes == proposal.prediction.collective_bytes
+        assert again.time_s == pytest.approx(proposal.prediction.time_s)
+
+
+def test_the_same_seed_proposes_the_same(mlp: Prepared) -> None:
+    first, second = search(mlp)[0], search(mlp)[0]
+    assert [(p.name, p.key) for p in first.ranked] == [(p.name, p.key) for p in second.ranked]
+
+
+def test_what_fits_the_budget_comes_first(mlp: Prepared) -> None:
+    smallest = min(p.prediction.peak_bytes for p in search(mlp)[0].ranked)
+    budget = int(1.2 * smallest)
+    ranked = search(mlp, budget_bytes=budget)[0].ranked
+    fits = [p.prediction.peak_bytes <= budget for p in ranked]
+    assert fits == sorted(fits, reverse=True)
+    assert fits[0]
+    assert not fits[-1]
+    over = [p.excess_bytes(budget) for p in ranked]
+    assert over == sorted(over), "then the nearest misses"
+
+
+def test_ctrl_c_keeps_what_was_found(mlp: Prepared) -> None:
+    def stop(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    proposals, _ = search(mlp, on_progress=stop)
+    assert proposals.interrupted
+    assert {"dp", "fsdp", "tp"} <= {p.name for p in proposals.ranked}
+
+
+# A stored study
+
+
+def trials(where: Path) -> list[optuna.trial.FrozenTrial]:
+    (name,) = optuna.study.get_all_study_names(storage := open_storage(where))
+    complete = [optuna.trial.TrialState.COMPLETE]
+    return optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False, states=complete)
+
+
+def test_a_finished_study_is_continued_without_anything_new(mlp: Prepared, tmp_path: Path) -> None:
+    where = tmp_path / "studies" / "study.log"
+    first, _ = search(mlp, storage=where)
+    known = trials(where)
+    second, predictor = search(mlp, storage=where)
+    assert set(predictor.asked.values()) == {1}
+    assert [t.params for t in trials(where)] == [t.params for t in known]
+    assert second.ranked[0].key == first.ranked[0].key
+
+
+def test_a_study_that_was_killed_goes_on_where_it_was(mlp: Prepared, tmp_path: Path) -> None:
+    where = tmp_path / "study.log"
+
+    def stop(done: int, of: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    search(mlp, storage=f"journal:{where}", on_progress=stop)
+    before = trials(where)
+    asked: list[int] = []
+    search(mlp, storage=where, on_progress=lambda done, of: asked.append(done))
+    after = trials(where)
+    assert [t.params for t in after[: len(before)]] == [t.params for t in before]
+    assert len(asked) == ASKS - len(before), "only the asks that were left"
+
+
+def test_evidence_is_kept_in_the_study(mlp: Prepared, tmp_path: Path) -> None:
+    where = tmp_path / "study.log"
+    first, _ = search(mlp, storage=where)
+    key = first.ranked[0].key
+    assert first.evidence.get(key) is None
+    first.evidence.put(key, {"status": "compiled", "compile_s": 1.5})
+    second, _ = search(mlp, storage=where)
+    assert second.evidence.get(key) == {"status": "compiled", "compile_s": 1.5}
+    assert isinstance(second.evidence, Evidence)
+
+
+def test_a_study_of_something_else_is_refused_and_the_difference_named(
+    mlp: Prepared, decoder: Prepared, tmp_path: Path
+) -> None:
+    where = tmp_path / "study.log"
+    search(mlp, storage=where, study_name="mine", asks=3)
+    other = {**IDENTITY, "program": "another", "jax": "2"}
+    with pytest.raises(
+        StudyError, match=r"'mine' in .*program: '0123456789abcdef' there, 'another' here; jax: '1' there"
+    ):
+        propose(mlp.problem, Counting(mlp), other, storage=where, study_name="mine")
+    with pytest.raises(StudyError, match=r"space: .* there, .* here.*Choose another --study name"):
+        propose(decoder.problem, Counting(decoder), IDENTITY, storage=where, study_name="mine")
+
+
+def test_by_default_studies_of_two_programs_share_a_file(mlp: Prepared, tmp_path: Path) -> None:
+    where = tmp_path / "study.log"
+    search(mlp, storage=where, asks=3)
+    propose(mlp.problem, Counting(mlp), {**IDENTITY, "program": "another"}, storage=where, asks=3)
+    assert len(optuna.study.get_all_study_names(open_storage(where))) == 2
+
+
+def test_nothing_to_search_is_no_error() -> None:
+    made = prepared(lambda x: x + 1, (3.0,), mesh_of(data=4, model=2))
+    proposals, _ = search(made)
+    assert [p.name for p in proposals.ranked] == ["replicated"]
+    assert isinstance(proposals.ranked[0].layout.rules, tuple)
+    assert issubclass(StudyError, autoshard.AutoshardError)
