@@ -15,11 +15,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
-from autoshard import discover
+from autoshard import Effort, discover, optimize
 from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.dims import logical_axes
 from autoshard.discover import RuleFinder
-from autoshard import Effort, optimize
 from autoshard.program import Program
 from autoshard.signature import flatten_call, options_for
 from autoshard.trace import trace

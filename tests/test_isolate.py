@@ -15,12 +15,11 @@ import pytest
 from jax.sharding import Mesh
 
 import autoshard
-from autoshard import isolate
+from autoshard import Effort, isolate, optimize
 from autoshard.compile import build, compile_built
 from autoshard.compile_worker import Reply
 from autoshard.isolate import COMMAND, Failure, InProcess, Isolation
 from autoshard.meshes import resolve_mesh
-from autoshard.optimize import Effort, optimize
 from autoshard.plan import Plan
 from autoshard.trial import CompiledEvidence
 from tests.models import mlp_args, mlp_step
