@@ -30,6 +30,8 @@ from autoshard.trial import Verified
 
 FACTOR = 16.0
 LOW_FACTOR = 4.0
+COARSEST = 0.25
+"""However low the precision (float8_e5m2 has an epsilon of 0.25), a lost shard or a sum counted twice must be seen."""
 DRIFT_FACTOR = 4.0
 NUDGES = 3
 
@@ -130,7 +132,7 @@ def longest_sum(axes: LogicalAxes) -> int:
 def rounding_of(axes: LogicalAxes) -> float:
     """How far outputs may differ because sums are taken in another order, relative to their scale."""
     eps, single = epsilon_of(axes), epsilon("float32")
-    low = LOW_FACTOR * eps if eps > single else 0.0
+    low = min(LOW_FACTOR * eps, COARSEST) if eps > single else 0.0
     return FACTOR * min(eps, single) * math.sqrt(longest_sum(axes)) + low
 
 

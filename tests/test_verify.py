@@ -180,6 +180,25 @@ def test_complex_numbers_and_low_precision() -> None:
     assert not compare(lambda x: x @ x.T, (half,), lambda outs: [outs[0] * 2])[1]
 
 
+@pytest.mark.parametrize("low", [jnp.bfloat16, np.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_however_low_the_precision_and_long_the_sum_a_lost_shard_is_seen(low: Any) -> None:
+    x = RNG.standard_normal((16, 2048)).astype(np.float32)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return x.astype(low).astype(jnp.float32) @ jnp.ones((2048, 4))
+
+    found = reference(fn, (x,))
+    parts = x.reshape(16, 4, 512)
+    assert found.compare([sum(fn_of_part(p, low) for p in parts.swapaxes(0, 1))])[1], "another order of the sum"
+    (want,) = found.outputs
+    for wrong in (np.zeros_like(want), 2 * want, want / 4, want - fn_of_part(parts[:, 0], low)):
+        assert not found.compare([wrong])[1]
+
+
+def fn_of_part(x: np.ndarray, low: Any) -> np.ndarray:
+    return x.astype(low).astype(np.float32) @ np.ones((512, 4), np.float32)
+
+
 def test_keys_are_compared_as_their_data() -> None:
     def fn(key: jax.Array) -> jax.Array:
         return jax.random.split(key, 3)
