@@ -1,0 +1,67 @@
+"""Rules beyond the sampled space: conditions and last occurrences; and rule lists without what says nothing."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import autoshard
+from autoshard.constrain import constraints_for
+from autoshard.groups import Group
+from autoshard.layout import AxisRule, Layout
+from autoshard.search.proposer import without_idle_rules
+from autoshard.search.space import make_space, refinements
+from tests.models import decoder_args, decoder_step
+
+
+def problem_of(fn, args, **options):
+    return autoshard.apply(fn, args, "data=4,model=2", [], **options).layout.problem
+
+
+def test_a_role_that_meets_itself_may_take_its_last_occurrence():
+    problem = problem_of(lambda w: w @ w.T @ w, (np.ones((8, 16), np.float32),))
+    rules = (AxisRule("w.0", "data"),)
+    assert (AxisRule("w.0", "data", "last"),) in set(refinements(make_space(problem), rules))
+
+
+def test_no_two_conditions_on_one_rule_give_the_same_layout():
+    problem = problem_of(decoder_step, decoder_args(), donate_argnums=(0, 1))
+    rules = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
+    for number in range(len(rules)):
+        changed = [
+            r for r in refinements(make_space(problem), rules) if len(r) == 2 and r[number].where != "everywhere"
+        ]
+        keys = [Layout(problem, r).key() for r in changed]
+        assert len(keys) == len(set(keys))
+        assert Layout(problem, rules).key() not in keys
+
+
+def test_a_new_rule_comes_first_and_under_a_condition():
+    problem = problem_of(decoder_step, decoder_args(), donate_argnums=(0, 1))
+    rules = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
+    longer = [r for r in refinements(make_space(problem), rules) if len(r) > 2]
+    assert longer
+    assert all(r[1:] == rules and r[0].where.startswith(("with ", "without ")) for r in longer)
+
+
+def test_rules_that_state_nothing_go_and_the_program_stays():
+    problem = problem_of(decoder_step, decoder_args(), donate_argnums=(0, 1))
+    said = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
+    idle = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model", where="with emb.0"))
+    layout = Layout(problem, (*said, *idle))
+    short = without_idle_rules(layout)
+    assert short.rules == said
+    assert short.input_specs() == layout.input_specs()
+    assert constraints_for(short) == constraints_for(layout)
+
+
+def test_in_a_decode_step_the_cache_is_data_and_the_weights_are_parameters():
+    def decode(params, cache, x):
+        cache = jnp.concatenate([cache[:, 1:], (x @ params["k"])[:, None]], 1)
+        weights = jnp.einsum("bd,btd->bt", x @ params["q"], cache)
+        return cache, jnp.einsum("bt,btd->bd", weights, cache) @ params["o"]
+
+    weight = np.ones((16, 16), np.float32)
+    args = ({"k": weight, "q": weight, "o": weight}, np.ones((8, 32, 16), np.float32), np.ones((8, 16), np.float32))
+    groups = problem_of(decode, args, donate_argnums=1).groups.of_input
+    assert groups == (Group.PARAMETER,) * 3 + (Group.DATA,) * 2
