@@ -1,4 +1,4 @@
-"""`apply`: a layout that is known already -- a table, a preset, rules, another plan -- bound to a function; no search."""
+"""`apply`: a layout that is known already (a table, a preset, rules, another plan), bound to a function; no search."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Stage 8: which constraints a layout puts inside the function, as data: the work, then the store.
 
 At each anchor (contraction, convolution, gather, scatter) both operands and the raw result are stated as the work is
-split, then the result in its own spec where the two differ; loop carries are stated in their own spec. One
-constraint on the result alone would leave XLA to choose other work. Where a rule's mesh axis does not divide, the dimension is left
-UNCONSTRAINED, never pinned replicated.
+split, then the result in its own spec where the two differ; loop carries are stated in their own spec. One constraint
+on the result alone would leave XLA to choose other work. Where a rule's mesh axis does not divide, the dimension is
+left UNCONSTRAINED, never pinned replicated.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def plan_text(plan: Plan) -> str:
     lines.append(f"verified: {plan.verified}")
     if winner is not None and winner.compiled is not None:
         lines += [
-            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; one call's collectives, bytes a device sends:",
+            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; one call's collectives, "
+            f"bytes a device sends:",
             collectives_text(winner.compiled.collectives),
         ]
     if winner is not None and winner.measured is not None:

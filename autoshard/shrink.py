@@ -1,7 +1,7 @@
 """The same step at smaller sizes: where the unsharded function does not fit on one device, its small sister does.
 
-Every logical axis of the arguments is divided, at all its sizes alike, as far as the layout's mesh axes still divide it.
-The small program must be the same program: the same primitives in the same order.
+Every logical axis of the arguments is divided, at all its sizes alike, as far as the layout's mesh axes still divide
+it. The small program must be the same program: the same primitives in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from autoshard.dims import NO_AXIS
 from autoshard.errors import AutoshardError
 from autoshard.layout import Layout
 from autoshard.prepare import Prepared, prepare
-
 
 SMALLEST = 4
 """No dimension becomes smaller: below, jax writes another program (dimensions of size 1 are broadcast)."""
