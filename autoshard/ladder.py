@@ -57,7 +57,8 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     ranked = _distinct(ranked)
     known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
     fresh = [c for c in ranked if c not in known]
-    chosen = known + _with_presets(fresh, max(0, effort.compiled - len(known)), presets_at_least=effort.compiled // 2)
+    places = max(0, effort.compiled - len(known))
+    chosen = known + _with_presets(fresh, places, presets_at_least=effort.compiled // 2, plain_at_least=places // 3)
     for number, candidate in enumerate(chosen):
         if number and race.late():
             race.progress.say(f"out of time after {number} of {len(chosen)} compiles")
@@ -132,20 +133,18 @@ def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
     return best + [c for c in candidates[count:] if c.is_preset]
 
 
-def _with_presets(ranked: list[Candidate], count: int, presets_at_least: int) -> list[Candidate]:
-    """The first `count` of a ranking, its last places (never the first) to the best presets where too few are in it."""
-    chosen = ranked[:count]
-    missing = min(presets_at_least, count - 1) - sum(c.is_preset for c in chosen)
-    for candidate in ranked[count:]:
-        if missing <= 0:
-            break
-        if candidate.is_preset:
-            chosen.append(candidate)
-            missing -= 1
-    while len(chosen) > count:
-        dropped = next(i for i in range(len(chosen) - 1, -1, -1) if not chosen[i].is_preset)
-        chosen.pop(dropped)
-    return chosen
+def _with_presets(
+    ranked: list[Candidate], count: int, presets_at_least: int, plain_at_least: int = 0
+) -> list[Candidate]:
+    """The best `count` of a ranking, some places kept for the best presets and for rule lists without conditions.
+
+    Predictions of layouts under conditions err more, so the plain one they grew from competes with them.
+    """
+    presets = [c for c in ranked if c.is_preset][: min(presets_at_least, count)]
+    plain = [c for c in ranked if c.is_plain][: min(plain_at_least, count - len(presets))]
+    kept = presets + plain
+    kept += [c for c in ranked if c not in kept][: count - len(kept)]
+    return [c for c in ranked if c in kept]
 
 
 def _maybe_fits(candidate: Candidate, budget_bytes: int | None, factor: float) -> bool:

@@ -34,7 +34,7 @@ Occurrence = Literal["first", "last"]
 EVERYWHERE = "everywhere"
 OPTIMIZER = "optimizer"
 _TEXT = re.compile(
-    r"^\s*(?P<role>\S+?)\s*->\s*(?P<axis>[^\s()@]+)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
+    r"^\s*(?P<role>\S+?)\s*->\s*(?P<axis>[^\s()@][^()@]*?)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
 )
 
 

@@ -113,6 +113,9 @@ def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
         )
     if not mesh.devices.size:
         raise MeshError("the mesh has no devices.")
+    odd = [name for name in mesh.axis_names if not isinstance(name, str) or not name.isascii()]
+    if odd:
+        raise MeshError(f"mesh axis {odd[0]!r}: some compilers abort on such a name. Use ASCII text, such as 'data'.")
     if any(kind == AxisType.Manual for kind in mesh.axis_types):
         raise MeshError("the mesh has Manual axes: those belong inside shard_map. Pass the mesh outside of it.")
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -17,7 +17,7 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import CollectiveOp
 from autoshard.inputs import Inputs, inputs_for
 from autoshard.isolate import Failure, InProcess, Isolation
-from autoshard.layout import Layout
+from autoshard.layout import EVERYWHERE, OPTIMIZER, Layout
 from autoshard.measure import RunError, measure, ratio_interval
 from autoshard.partition import PartitionFailure, partition
 from autoshard.prepare import Prepared
@@ -67,6 +67,12 @@ class Candidate:
     def is_preset(self) -> bool:
         """True for a layout that experts use, with constraints inside or not."""
         return self.trial.origin.startswith("preset")
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a searched layout without rules under a condition."""
+        scopes = {rule.where for rule in self.layout.rules}
+        return not self.is_preset and scopes <= {EVERYWHERE, OPTIMIZER}
 
 
 @dataclass(eq=False)

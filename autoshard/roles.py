@@ -12,6 +12,7 @@ Reference: Shervashidze et al. (2011), Weisfeiler-Lehman graph kernels, section 
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from autoshard.program import Eqn, Value
 from autoshard.trace import source_line
 
 ROUNDS = 2
+_RESERVED = re.compile(r"[\s()@]|->")
+"""What separates the parts of an axis rule's text cannot be in a role's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ def _names(axes: LogicalAxes, members: list[list[int]]) -> list[tuple[str, str]]
         axis = next((a for a in group if a in leaf_of), group[0])
         if axis in leaf_of:
             path, dim = leaf_of[axis]
-            parts = path.split("/")
+            parts = _RESERVED.sub("_", path).split("/")
             candidates.append(["/".join(parts[-n:]) + f".{dim}" for n in range(1, len(parts) + 1)])
             witnesses.append(f"{path} dimension {dim}")
         elif axis in maker_of:

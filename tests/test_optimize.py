@@ -323,6 +323,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "the wrong number of arguments": ({"example_args": mlp_args()[:2]}, autoshard.SignatureError, "missing"),
     "a budget that is no size": ({"memory_budget_bytes": "lots"}, autoshard.ArgumentError, "16GiB"),
     "a carry that does not exist": ({"carry": {0: 7}}, autoshard.ArgumentError, "outputs"),
+    "a mesh axis that compilers abort on": (
+        {"mesh": Mesh(np.array(jax.devices()), ("données",))}, autoshard.MeshError, "ASCII",
+    ),
     "unknown hardware": ({"hardware": "tpu_v99"}, autoshard.HardwareError, "tpu_v5e"),
 }  # fmt: skip
 
@@ -350,3 +353,20 @@ def test_unknown_layouts_name_the_known_ones(mesh: Mesh) -> None:
         autoshard.apply(mlp_step, mlp_args(), mesh, "zero1")
     with pytest.raises(autoshard.RuleError, match=r"Nearest.*w1"):
         autoshard.apply(mlp_step, mlp_args(), mesh, ["w9.1->model"])
+
+
+def test_odd_names_survive_the_table(tmp_path: Any) -> None:
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ p["my w (a)->b@"]) @ p["down"]
+
+    args = ({"my w (a)->b@": np.ones((16, 32), np.float32), "down": np.ones((32, 16), np.float32)}, np.ones((8, 16)))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("my data", "model"), axis_types=(AxisType.Auto,) * 2)
+    plan = autoshard.apply(fn, args, mesh, "fsdp+tp")
+    plan.table.save(tmp_path / "odd.json")
+    assert autoshard.apply(fn, args, mesh, tmp_path / "odd.json").specs == plan.specs
+
+
+def test_a_plan_says_which_leaf_no_longer_fits(mesh: Mesh) -> None:
+    plan = autoshard.apply(mlp_step, mlp_args(batch=16), mesh, "tp", pins={"x": P("data")})
+    with pytest.raises(autoshard.SignatureError, match=r"x is float32\[6, 32\].*'data' \(size 4\)"):
+        plan(*mlp_args(batch=6))
