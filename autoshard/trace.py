@@ -138,6 +138,7 @@ def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
         eqns: list[Any] = []
         run(jaxpr, env, eqns, None)
         outvars = [v if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        eqns = _live(eqns, outvars)
         return jaxpr.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
 
     def run(jaxpr: Any, env: dict[Any, Any], eqns: list[Any], call: Any) -> None:
@@ -167,6 +168,17 @@ def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
             eqns.append(placed.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, params=params))
 
     return copy(closed)
+
+
+def _live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations that an output needs or that have an effect; XLA drops the others, so they must not count."""
+    needed = {v for v in outvars if not compat.is_literal(v)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not compat.is_literal(v))
+    return kept[::-1]
 
 
 class _Builder:

@@ -36,7 +36,7 @@ class Work:
         eqn: One of them.
         kinds: Kinds of its loops.
         operands: Operands with a shape.
-        results: Results with a shape.
+        results: Results, scalars too.
         flops: Of one run, unsharded.
         traffic: Operands and results that go through memory (elementwise chains fuse).
         signatures: What its cost depends on, as positions in `Problem.signatures`.
@@ -124,11 +124,13 @@ class _Builder:
             of_eqn,
         )
 
-    def _operands(self, values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> tuple[Operand, ...]:
+    def _operands(
+        self, values: Sequence[Value], maps: Sequence[tuple[int, ...]], *, scalars: bool = False
+    ) -> tuple[Operand, ...]:
         return tuple(
             Operand(v, loops, self._axes.constant[v.index])
             for v, loops in zip(values, maps, strict=True)
-            if v.shape and v.itemsize
+            if v.itemsize and (v.shape or scalars)
         )
 
     def _seen(self, value: Value) -> object:
@@ -150,7 +152,8 @@ class _Builder:
 
     def _work(self, eqn: Eqn, times: float) -> Work:
         rule = self._axes.rules[eqn.index]
-        operands, results = self._operands(eqn.inputs, rule.operands), self._operands(eqn.outputs, rule.results)
+        operands = self._operands(eqn.inputs, rule.operands)
+        results = self._operands(eqn.outputs, rule.results, scalars=True)  # a partial sum may well be a scalar
         traffic = () if eqn.primitive in FUSED else (*operands, *results)
         seen = [self._problem.work_signature(eqn), *map(self._problem.value_signature, (*eqn.inputs, *eqn.outputs))]
         positions = self._positions(seen)
