@@ -128,19 +128,19 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
-    """The best by prediction, and every preset."""
-    best = candidates[:count]
-    return best + [c for c in candidates[count:] if c.is_preset]
+    """The best by prediction, every preset, and the best without conditions."""
+    plain = [c for c in candidates if c.is_plain][: count // 3]
+    return candidates[:count] + [c for c in candidates[count:] if c.is_preset or c in plain]
 
 
 def _with_presets(
     ranked: list[Candidate], count: int, presets_at_least: int, plain_at_least: int = 0
 ) -> list[Candidate]:
-    """The best `count` of a ranking, some places kept for the best presets and for rule lists without conditions.
+    """The best `count` of a ranking, some places (never the first) kept for the best presets and plain rule lists.
 
     Predictions of layouts under conditions err more, so the plain one they grew from competes with them.
     """
-    presets = [c for c in ranked if c.is_preset][: min(presets_at_least, count)]
+    presets = [c for c in ranked if c.is_preset][: min(presets_at_least, max(count - 1, 0))]
     plain = [c for c in ranked if c.is_plain][: min(plain_at_least, count - len(presets))]
     kept = presets + plain
     kept += [c for c in ranked if c not in kept][: count - len(kept)]
