@@ -250,7 +250,11 @@ class Predictor:
         return moves + self._reshard(value, raw, sliced)
 
     def _reshard(self, value: Value, have: Spec, want: Spec) -> list[_Move]:
-        """Collectives that bring a value from one spec to another; slicing is free."""
+        """Collectives that bring a value from one spec to another; slicing is free.
+
+        Along a dimension the first mesh axis counts slowest. Where an axis stays but not first, or axes change
+        places, every device holds another one's piece: a collective_permute of it.
+        """
         if have == want:
             return []
         at = {a: d for d, axes in enumerate(have) for a in axes}
@@ -268,6 +272,10 @@ class Predictor:
             already = {d for d, axes in enumerate(have) if any(a in gone for a in axes)}
             early = [a for a in new if to[a] not in already]
             moves.append(_Move("all_gather", self._order(gone), gathered // self._devices(tuple(early))))
+        shuffled = _shuffled(have, want)
+        if shuffled:
+            least = min(self._local_bytes(value, have), self._local_bytes(value, want))
+            moves.append(_Move("collective_permute", self._order(tuple(shuffled)), least))
         return moves
 
     # Numbers -------------------------------------------------------------------------------------------------------
@@ -325,3 +333,14 @@ class Predictor:
             spec = layout.fit(self._column_value[column]).spec
             total[group.value] += whole // shard_count(spec, self.problem.mesh_axes)
         return total
+
+
+def _shuffled(have: Spec, want: Spec) -> frozenset[str]:
+    """Mesh axes of the dimensions along which the pieces of one spec lie on other devices than those of the other."""
+    shuffled: frozenset[str] = frozenset()
+    for i, old in enumerate(have):
+        for j, new in enumerate(want):
+            before, after = [a for a in old if a in new], [a for a in new if a in old]
+            if before != after or (i == j and (before != list(old[: len(before)]) or after != list(new[: len(after)]))):
+                shuffled |= {*old, *new}
+    return shuffled

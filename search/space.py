@@ -100,8 +100,9 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
 
     A condition (`with` or `without` another role of the same value) is worth a try where it is true of some of the
     values that have the role and false of others; conditions that are true of the same values count once. A new rule
-    comes first, and only where other rules have the mesh axis of some value that has its role: that is what sends
-    experts to the data axis but leaves it to the batch while tokens are still in sequences.
+    comes first or after the last rule of its role (which decides the order of the mesh axes in a dimension), and only
+    where other rules have its mesh axis in some value that has its role: that is what sends experts to the data axis
+    but leaves it to the batch while tokens are still in sequences.
 
     Args:
         space: Whose roles and assignments are used.
@@ -130,8 +131,12 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
         for axis in space.assignments[name]:
             contested = [(present, fit) for present, fit in having[name] if any(axis in axes for axes in fit.spec)]
             if axis in problem.mesh_axes and contested:
+                last = max((i for i, rule in enumerate(rules) if rule.role == name), default=-1)
                 for where in _conditions(problem, contested):
-                    yield (AxisRule(name, axis, where=where), *rules)
+                    new = AxisRule(name, axis, where=where)
+                    yield (new, *rules)
+                    if last >= 0:
+                        yield (*rules[: last + 1], new, *rules[last + 1 :])
 
 
 def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) -> Iterator[str]:
