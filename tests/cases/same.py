@@ -1,8 +1,14 @@
-"""What every case says: a searched plan gives what the plain jitted function gives."""
+"""What every case says: a searched plan gives what the plain jitted function gives.
+
+To see what each case gets where latency does not count, one line a search:
+
+    CASES_FREE_COLLECTIVES=1 CASES_LAYOUTS=layouts.txt python -m pytest tests/cases -n0
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -87,7 +93,22 @@ def plain(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, **opt
 
 def search(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any) -> autoshard.Plan:
     """A search that compiles few candidates and measures none."""
-    return autoshard.optimize(fn, tuple(args), mesh, effort=EFFORT, progress=False, **options)
+    if "CASES_FREE_COLLECTIVES" in os.environ:
+        options.setdefault("hardware", free_collectives())
+    plan = autoshard.optimize(fn, tuple(args), mesh, effort=EFFORT, progress=False, **options)
+    if "CASES_LAYOUTS" in os.environ:
+        note_layout(plan)
+    return plan
+
+
+def note_layout(plan: autoshard.Plan) -> None:
+    """Writes down what a search found: test, mesh, rules, split leaves."""
+    test = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes.items())
+    rules = " ".join(str(rule) for rule in plan.rules) or "replicated"
+    split = f"{len(split_leaves(plan))} of {len(plan.specs)} leaves split"
+    with open(os.environ["CASES_LAYOUTS"], "a", encoding="utf-8") as file:
+        file.write(f"{test} | {mesh} | {rules} | {split} | verified: {plan.verified.ok}\n")
 
 
 def search_and_compare(
