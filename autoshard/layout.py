@@ -276,7 +276,7 @@ def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpe
     """The PartitionSpec of a canonical spec, without trailing Nones.
 
     >>> to_partition_spec((("data",), (), ("fsdp", "model"), ()))
-    PartitionSpec('data', None, ('fsdp', 'model'))
+    P('data', None, ('fsdp', 'model'))
     """
     unconstrained = frozenset(open_dims)
     entries = [
