@@ -12,6 +12,8 @@ from autoshard.search.proposer import Proposals
 
 PARTITIONED_PER_COMPILED = 2
 ROUNDS_OF_REJECTIONS = 3
+AS_GOOD = 1.01
+"""Compiled times within this ratio count as equal: their compute part is predicted, and no better than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,11 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     times = race.partition(shortlist)
     ranked = sorted(
         (c for c in shortlist if c.trial.key in times),
-        key=lambda c: (c.proposal.excess_bytes(race.budget_bytes), times[c.trial.key], c.proposal.prediction.time_s),
+        key=lambda c: (
+            c.proposal.excess_bytes(race.budget_bytes),
+            float(f"{times[c.trial.key]:.4g}"),
+            *c.proposal.order(race.budget_bytes),
+        ),
     )
     ranked = _distinct(ranked)
     known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
@@ -67,7 +73,7 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
     if not fitting:
         fitting = _compile_smallest(race, chosen, effort.compiled)
-    fitting.sort(key=lambda c: c.order)
+    fitting = _by_compiled_time(fitting)
     if effort.measured:
         return _measured_winner(race, fitting, effort)
     while True:
@@ -109,6 +115,17 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
         if not left:
             left = _next_best(race, effort.compiled)
     raise _all_rejected(race)
+
+
+def _by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
+    """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest rules first."""
+    best = min(c.order[0] for c in candidates)
+
+    def key(candidate: Candidate) -> tuple[object, ...]:
+        slower = candidate.order[0] > AS_GOOD * best
+        return slower, 0 if slower else len(candidate.layout.rules), candidate.order
+
+    return sorted(candidates, key=key)
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:

@@ -58,8 +58,12 @@ class Proposal:
         return 0 if budget_bytes is None else max(0, self.prediction.peak_bytes - budget_bytes)
 
     def order(self, budget_bytes: int | None) -> tuple[int, float, int]:
-        """Order of candidates: those that fit by time, then the others by how far they are over the budget."""
-        return self.excess_bytes(budget_bytes), self.prediction.time_s, self.prediction.peak_bytes
+        """Order of candidates: those that fit by time, then the others by how far they are over the budget.
+
+        Times that differ by what the order of their sums does to floats are equal.
+        """
+        time_s = float(f"{self.prediction.time_s:.6g}")
+        return self.excess_bytes(budget_bytes), time_s, self.prediction.peak_bytes
 
 
 @dataclass(frozen=True, eq=False)
