@@ -169,10 +169,15 @@ def _maybe_fits(candidate: Candidate, budget_bytes: int | None, factor: float) -
 
 
 def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Candidate]:
-    """Where nothing compiled fits: the layouts of the smallest predicted peak, before saying that nothing does."""
+    """Where nothing compiled fits: layouts and presets of the smallest predicted peak, before saying that none does.
+
+    Presets too, because their compiled peak is close to the predicted one; odd layouts may need far more.
+    """
     rest = [c for c in race.candidates if c not in tried and c.trial.status != "rejected"]
     rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
-    for candidate in rest[: max(count, 4)]:
+    smallest = rest[: max(count, 4)]
+    smallest += [c for c in rest[len(smallest) :] if c.is_preset][: max(count, 4)]
+    for candidate in smallest:
         race.compile(candidate)
         if candidate.trial.status != "rejected":
             return [candidate]
