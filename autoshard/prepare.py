@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.carry import Carry, matching_state, resolve_carry
+from autoshard.dim_rules.special import KERNELS
 from autoshard.dims import logical_axes
 from autoshard.discover import RuleFinder
 from autoshard.errors import ArgumentError, PathError
@@ -23,7 +24,7 @@ from autoshard.program import Program
 from autoshard.roles import find_roles
 from autoshard.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.table import SpecTable
-from autoshard.trace import Traced, effects_of, trace
+from autoshard.trace import Traced, effects_of, source_line, trace
 
 Pins = Mapping[str | re.Pattern[str], PartitionSpec] | Plan | SpecTable | None
 UserConstraints = Literal["pin", "ignore"]
@@ -140,6 +141,12 @@ def _notes_on(program: Program) -> list[str]:
         listed = ", ".join(f"{count} {name}" for name, count in effects.items())
         notes.append(
             f"side effects ({listed}): they happen whenever a candidate is verified or measured, and when it runs"
+        )
+    kernels = {e.primitive: e for e in program.eqns if e.primitive in KERNELS and not e.params.get("interpret")}
+    for name, eqn in kernels.items():
+        notes.append(
+            f"WARNING: {name} ({source_line(eqn)}) is opaque: its operands are gathered and every device runs all of "
+            f"it. Wrap it in jax.shard_map over its batch or heads dimensions"
         )
     large = [v for v in program.captured() if v.bytes >= LARGE_CONSTANT_BYTES]
     if large:

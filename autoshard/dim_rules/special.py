@@ -61,3 +61,6 @@ OPAQUE: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(_NO_DATA.split(), "orders effects or yields scalars; no array passes through it")
 )
 """Primitives that link nothing on purpose, each with the reason."""
+
+KERNELS: frozenset[str] = frozenset(_KERNEL.split())
+"""Of these, the ones that the partitioner runs whole on every device unless a shard_map is around them."""

@@ -1,12 +1,15 @@
 """What every case says: a searched plan gives what the plain jitted function gives.
 
-To see what each case gets where latency does not count, one line a search:
+To see what each case gets where latency does not count, or in half the memory that replication needs (where that is
+enough), one line a search:
 
     CASES_FREE_COLLECTIVES=1 CASES_LAYOUTS=layouts.txt python -m pytest tests/cases -n0
+    CASES_HALF_BUDGET=1 CASES_LAYOUTS=layouts.txt python -m pytest tests/cases -n0
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -95,6 +98,11 @@ def search(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: A
     """A search that compiles few candidates and measures none."""
     if "CASES_FREE_COLLECTIVES" in os.environ:
         options.setdefault("hardware", free_collectives())
+    if "CASES_HALF_BUDGET" in os.environ and "memory_budget_bytes" not in options:
+        known = {k: v for k, v in options.items() if k not in ("hardware", "isolate")}
+        half = max(1, replicated_bytes(fn, args, mesh, **known) // 2)
+        with contextlib.suppress(autoshard.NoFeasiblePlanError):
+            return search(fn, args, mesh, memory_budget_bytes=half, **options)
     plan = autoshard.optimize(fn, tuple(args), mesh, effort=EFFORT, progress=False, **options)
     if "CASES_LAYOUTS" in os.environ:
         note_layout(plan)

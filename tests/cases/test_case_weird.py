@@ -258,3 +258,19 @@ def test_the_search_is_the_same_every_time(mesh):
 def test_a_pin_on_everything_leaves_nothing_to_search(mesh):
     plan = search_and_compare(jnp.matmul, (floats(8, 8), floats(8, 8)), mesh, pins={"a": P("a"), "b": P(None, "b")})
     assert (plan.specs["a"], plan.specs["b"]) == (P("a"), P(None, "b"))
+
+
+def test_an_opaque_kernel_is_a_loud_warning_with_the_way_out():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    def fn(x):
+        return pallas.pallas_call(double, out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32))(x)
+
+    plan = autoshard.optimize(
+        fn, (floats(8, 8),), mesh_of(a=8), effort=autoshard.Effort(compiled=0, measured=0), progress=False
+    )
+    assert any(note.startswith("WARNING: pallas_call (test_case_weird.py:") for note in plan.notes), plan.notes
+    assert "shard_map" in str(plan)
