@@ -130,9 +130,8 @@ def propose(
         search.run(asks, on_progress)
     except KeyboardInterrupt:
         interrupted = True
-    return Proposals(
-        search.readable(search.ranked()), (*skipped, *same), Evidence(study), search.evaluations, interrupted
-    )
+    search.shorten()
+    return Proposals(search.ranked(), (*skipped, *same), Evidence(study), search.evaluations, interrupted)
 
 
 class _Search:
@@ -244,11 +243,15 @@ class _Search:
             )
         )
 
-    def readable(self, proposals: Sequence[Proposal]) -> tuple[Proposal, ...]:
-        """The same; the best of those that were searched without the rules that do nothing."""
-        best = [p for p in proposals if p.origin == SEARCH][:READABLE]
-        shorter = {p.key: replace(p, layout=without_idle_rules(p.layout)) for p in best}
-        return tuple(shorter.get(p.key, p) for p in proposals)
+    def shorten(self) -> None:
+        """The best of those that were searched lose the rules that do nothing, and are then often one of the others."""
+        for proposal in [p for p in self.ranked() if p.origin == SEARCH][:READABLE]:
+            short = without_idle_rules(proposal.layout)
+            if short.key() == proposal.key:
+                self._found[proposal.key] = replace(proposal, layout=short)
+            else:
+                del self._found[proposal.key]
+                self._evaluate(short.rules, proposal.name, SEARCH)
 
     def best(self, count: int) -> tuple[Proposal, ...]:
         """The best few that the space can express."""

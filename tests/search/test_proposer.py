@@ -64,7 +64,7 @@ def found(decoder: Prepared) -> tuple[Proposals, Counting]:
 def test_no_effective_layout_is_predicted_twice(found: tuple[Proposals, Counting]) -> None:
     proposals, predictor = found
     assert set(predictor.asked.values()) == {1}
-    assert proposals.evaluations == len(predictor.asked) == len(proposals.ranked)
+    assert proposals.evaluations == len(predictor.asked) >= len(proposals.ranked)  # shortened rule lists may be one
     assert len({p.key for p in proposals.ranked}) == len(proposals.ranked)
     assert len({p.name for p in proposals.ranked}) == len(proposals.ranked)
 

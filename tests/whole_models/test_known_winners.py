@@ -163,8 +163,8 @@ def test_row_sharded_embedding(eight: Mesh) -> None:
     """Naumov et al. (2019), DLRM: a table of many rows that are too short to split is split by rows.
 
     Splitting the batch would sum the table's gradient over all devices. Split by rows, each device looks up the rows it
-    holds and the rest come as zeros: one all_reduce of what was looked up, and no collective in the backward pass, as
-    each device updates its own rows.
+    holds and the rest come as zeros: one all_reduce of what was looked up, and nothing of the table's size, as each
+    device updates its own rows. Splitting the batch after the look-up costs and saves next to nothing.
     """
     rows, d, batch, bag = 8192, 4, 32, 4
 
@@ -177,4 +177,7 @@ def test_row_sharded_embedding(eight: Mesh) -> None:
     )
     assert plan.verified
     assert plan.specs["params/table"] == P("x")
-    assert sent(plan) == {"all_reduce": 2 * (N - 1) * batch * bag * d * F32 // N}
+    looked_up = 2 * (N - 1) * batch * bag * d * F32 // N
+    found = sent(plan)
+    assert looked_up <= found["all_reduce"] < 1.02 * looked_up
+    assert sum(found.values()) < 1.5 * looked_up
