@@ -22,6 +22,7 @@ from autoshard.errors import (
     ArgumentError,
 )
 from autoshard.inputs import inputs_for
+from autoshard.interrupt import Interrupts
 from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
 from autoshard.meshes import MeshInfo
@@ -114,7 +115,7 @@ def optimize(
     isolation: AbstractContextManager[Isolation | None] = nullcontext()
     if isolate:
         isolation = Isolation(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes)
-    with Progress(progress) as reporter, isolation as isolated:
+    with Interrupts() as interrupts, Progress(progress, interrupts) as reporter, isolation as isolated:
         prepared = prepare(request, call)
         problem, program = prepared.problem, prepared.traced.program
         reporter.say(

@@ -12,11 +12,20 @@ from types import TracebackType
 from rich.console import Console
 from rich.status import Status
 
+from autoshard.interrupt import Interrupts
+
 
 class Progress:
     """Says what is being done; a context manager."""
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, interrupts: Interrupts | None = None) -> None:
+        """Says nothing yet.
+
+        Args:
+            enabled: Whether to say anything.
+            interrupts: Checked at every step, so that a Ctrl-C whose exception was lost still ends the work.
+        """
+        self._interrupts = interrupts
         self._console: Console | None = None
         self._status: Status | None = None
         self._enabled = enabled
@@ -46,5 +55,7 @@ class Progress:
 
     def doing(self, text: str) -> None:
         """What is going on now: the live line on a terminal, else nothing (stages are said)."""
+        if self._interrupts is not None:
+            self._interrupts.check()
         if self._status is not None:
             self._status.update(f"autoshard: {text}")

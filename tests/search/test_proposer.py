@@ -78,7 +78,7 @@ def test_every_preset_is_proposed_or_skipped_with_a_reason(found: tuple[Proposal
 
 
 def test_best_first_and_better_than_every_preset(found: tuple[Proposals, Counting]) -> None:
-    times = [p.prediction.time_s for p in found[0].ranked]
+    times = [float(f"{p.prediction.time_s:.6g}") for p in found[0].ranked]
     assert times == sorted(times)
     assert any(p.origin == "search" for p in found[0].ranked[:3])
 
