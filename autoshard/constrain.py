@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from autoshard.dim_rules import LoopKind
-from autoshard.layout import Fit, Layout, to_partition_spec
+from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
 from autoshard.trace import Constraints, EqnConstraints, source_line
 
@@ -123,6 +123,3 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
 
     visit(layout.problem.program.body)
     return tuple(found)
-
-
-__all__ = ["ANCHORS", "Fit", "PlacedConstraint", "constraints_for", "placed"]

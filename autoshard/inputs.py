@@ -69,10 +69,9 @@ class Inputs:
 
         def fill(index: tuple[slice, ...]) -> np.ndarray:
             position = np.zeros((), np.uint64)
-            for dim, (part, size) in enumerate(zip(index, aval.shape, strict=True)):
+            for part, size in zip(index, aval.shape, strict=True):
                 steps = np.arange(*part.indices(size), dtype=np.uint64)
                 position = position[..., None] * np.uint64(size) + steps
-                del dim
             mixed = _mix(position + np.uint64(number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF))
             if jnp.issubdtype(dtype, jnp.integer):
                 return (mixed % np.uint64(self.integer_bound)).astype(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -93,8 +93,7 @@ class Plan:
     @property
     def in_shardings(self) -> tuple[Any, ...]:
         """Shardings of the positional arguments, as `jax.jit(fn, in_shardings=...)` takes them (statics left out)."""
-        args, kwargs = self._unflatten_inputs(self.built.in_shardings)
-        del kwargs
+        args, _ = self.traced.call.rebuild(self.built.in_shardings)
         static = {i for i, _ in self.traced.call.statics if isinstance(i, int)}
         return tuple(arg for i, arg in enumerate(args) if i not in static)
 
@@ -240,9 +239,6 @@ class Plan:
         self._others.append(plan)
         return plan
 
-    def _unflatten_inputs(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self.traced.call.rebuild(leaves)
-
 
 def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, donated: bool) -> Any:
     """The leaf laid out as needed: itself where it is so already, else a copy; donating that spares the original."""
@@ -286,6 +282,3 @@ def own_version() -> str:
         return version("autoshard")
     except PackageNotFoundError:
         return "unknown"
-
-
-__all__ = ["Mapping", "Plan", "Verification"]

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.classes import Uses, Work, find_classes
-from autoshard.cost_model.collectives import collective_s, sent_bytes
-from autoshard.cost_model.hardware import Hardware, Link
+from autoshard.cost_model.collectives import collective_s, joint, sent_bytes
+from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import MemoryTable, memory_table
 from autoshard.dim_rules import LoopKind
 from autoshard.evidence import Collective
@@ -289,15 +289,12 @@ class Predictor:
     def _local_bytes(self, value: Value, spec: Spec) -> int:
         return value.bytes // shard_count(spec, self.problem.mesh_axes)
 
-    def _link(self, axes: tuple[str, ...]) -> Link:
-        return min((self.hardware.link_for(a) for a in axes), key=lambda link: link.bytes_per_s)
-
     def _move_s(self, move: _Move) -> float:
         return self.collective_s(move.kind, move.axes, move.full_bytes, self._devices(move.axes))
 
     def collective_s(self, kind: str, axes: Sequence[str], full_bytes: int, group_size: int) -> float:
         """Seconds of one collective over these mesh axes (all links where they are unknown)."""
-        link = self._link(tuple(axes) or tuple(self.problem.mesh_axes))
+        link, _ = joint(self.hardware, self.problem.mesh_axes, axes or tuple(self.problem.mesh_axes))
         return collective_s(kind, full_bytes, link, group_size)
 
     def _summarise(self, moves: Mapping[_Move, float]) -> tuple[Collective, ...]:
