@@ -23,7 +23,8 @@ from autoshard.evidence import collective_bytes, summarise
 from autoshard.hlo import read_collectives, read_full_remat_warnings
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
-from autoshard.trace import Traced, as_function, insert_constraints
+from autoshard.rewrite import as_function, insert_constraints
+from autoshard.trace import Traced
 from autoshard.trial import CompiledEvidence
 
 CompilerOptions = Mapping[str, Any]

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
-from autoshard.trace import Constraints, EqnConstraints, source_line
+from autoshard.rewrite import Constraints, EqnConstraints
+from autoshard.trace import source_line
 
 ANCHORS = frozenset(
     {

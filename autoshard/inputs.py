@@ -96,18 +96,7 @@ def _put(host: np.ndarray, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> ja
     if aval.dtype == jax.dtypes.float0:
         return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
     # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the person's.
-    placed = jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
-    if aval.weak_type:
-        placed = jax.jit(lambda x: jax.lax.convert_element_type(x, _python_type(aval.dtype)), out_shardings=sharding)(
-            placed
-        )
-    return placed
-
-
-def _python_type(dtype: Any) -> type:
-    return bool if dtype == np.bool_ else int if jnp.issubdtype(dtype, jnp.integer) else (
-        complex if jnp.issubdtype(dtype, jnp.complexfloating) else float
-    )  # fmt: skip
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
 
 
 def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Stage 1: `fn` to a `Program`, and back: constraints written into the jaxpr as data.
+"""Stage 1: `fn` to a `Program`.
 
 With `compat`, the only module that knows jaxprs. Tracing is abstract (no array is needed) and happens once; every
 candidate is lowered from the same jaxpr, so values that change from trace to trace (checkify codes) cannot look like
@@ -10,17 +10,16 @@ are never inlined: the plan would silently lose its gradient rules.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
 from autoshard import compat
 from autoshard.errors import TraceError
+from autoshard.fingerprint import fingerprint
 from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
 from autoshard.signature import Call, is_static, leaf_paths
 
@@ -200,7 +199,7 @@ class _Builder:
             input_paths=self._call.paths,
             output_paths=self._output_paths,
             input_argnums=self._call.owners,
-            fingerprint=_fingerprint(compat.open_jaxpr(closed)),
+            fingerprint=fingerprint(compat.open_jaxpr(closed)),
             origin=closed,
         )
 
@@ -290,174 +289,7 @@ def _ties(eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodie
     return tuple(ties), (), ()
 
 
-_PLAIN = (int, float, bool, str, bytes, type(None))
-
-
-def _plain(value: object) -> str:
-    """A parameter as text that is the same in every process; what has no such text is named by its type."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return "(" + ",".join(map(_plain, value)) + ")"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{_plain(v)}" for k, v in sorted(value.items(), key=lambda i: str(i[0]))) + "}"
-    if hasattr(value, "name") and hasattr(type(value), "__members__"):
-        return str(value.name)
-    if type(value).__module__.startswith("numpy") and getattr(value, "ndim", 1) == 0:
-        return str(value)
-    return str(value) if type(value).__name__.endswith(("DType", "dtype")) else type(value).__name__
-
-
-def _fingerprint(jaxpr: Any) -> str:
-    """Digest of shapes, dtypes, primitives, plain parameters and data flow; variable names do not enter."""
-    digest = hashlib.blake2b(digest_size=12)
-    numbers: dict[Any, int] = {}
-
-    def atom(var: Any) -> str:
-        if compat.is_literal(var):
-            return f"{var.val!r}:{var.aval.str_short()}"
-        return f"{numbers.setdefault(var, len(numbers))}:{var.aval.str_short()}"
-
-    def feed(jaxpr: Any) -> None:
-        jaxpr = compat.open_jaxpr(jaxpr)
-        digest.update(" ".join(map(atom, (*jaxpr.invars, *jaxpr.constvars))).encode())
-        for eqn in jaxpr.eqns:
-            digest.update(f"\n{eqn.primitive.name} {' '.join(map(atom, eqn.invars))}>".encode())
-            digest.update(" ".join(atom(v) for v in eqn.outvars if not compat.is_drop(v)).encode())
-            for key, value in sorted(eqn.params.items()):
-                if compat.is_jaxpr(value):
-                    feed(value)
-                elif type(value) is tuple and value and all(map(compat.is_jaxpr, value)):
-                    for item in value:
-                        feed(item)
-                else:
-                    digest.update(f"{key}={_plain(value)}".encode())
-        digest.update(f"\nout {' '.join(map(atom, jaxpr.outvars))}".encode())
-
-    feed(jaxpr)
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class EqnConstraints:
-    """What to state around one equation, by position of the operand or result.
-
-    Attributes:
-        operands: The spec an operand is brought to before the work.
-        results: The spec of the raw result (the work), then that of the stored result where the two differ.
-    """
-
-    operands: Mapping[int, PartitionSpec] = field(default_factory=dict)
-    results: Mapping[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """All constraints of a layout, as data.
-
-    Attributes:
-        eqns: By `Eqn.index`.
-        outputs: Outputs of bodies: (`Eqn.index` of the equation, body number) to spec by output position.
-    """
-
-    eqns: Mapping[int, EqnConstraints]
-    outputs: Mapping[tuple[int, int], Mapping[int, PartitionSpec]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        inner = sum(len(c.operands) + sum(map(len, c.results.values())) for c in self.eqns.values())
-        return inner + sum(map(len, self.outputs.values()))
-
-
-def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sharding.Mesh) -> Any:
-    """The program's closed jaxpr with the constraints written into it, its types checked.
-
-    The constrained value keeps the old variable and the raw result gets a fresh one, so nothing downstream changes.
-
-    Args:
-        program: From `trace`.
-        constraints: What to state where.
-        mesh: The mesh (Auto axes) that the specs name.
-
-    Returns:
-        A closed jaxpr; `as_function` makes a callable of it.
-    """
-    make = compat.ConstraintMaker(mesh)
-
-    def rewrite(jaxpr: Any, body: Body, owner: tuple[int, int] | None) -> Any:
-        eqns: list[Any] = []
-        last = None
-        for built in body.eqns:
-            eqn = last = built.origin
-            bodies = {b.name: (b, (built.index, i)) for i, b in enumerate(built.bodies)}
-
-            def inner(name: str, old: Any, bodies: dict[str, Any] = bodies) -> Any:
-                if name not in bodies:
-                    return old
-                return compat.replace_jaxpr(old, rewrite(compat.open_jaxpr(old), *bodies[name]))
-
-            params = compat.map_jaxprs(eqn.params, inner) if bodies else eqn.params
-            wanted = constraints.eqns.get(built.index)
-            if wanted is None:
-                eqns.append(eqn.replace(params=params) if bodies else eqn)
-                continue
-            invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
-            for position, spec in sorted(wanted.operands.items()):
-                source = invars[position]
-                invars[position] = compat.new_var(source.aval)
-                eqns.append(make(source, invars[position], spec, eqn))
-            for position, specs in sorted(wanted.results.items()):
-                stored = outvars[position]
-                outvars[position] = raw = compat.new_var(stored.aval)
-                for step, spec in enumerate(specs):
-                    target = stored if step == len(specs) - 1 else compat.new_var(stored.aval)
-                    after.append(make(raw, target, spec, eqn))
-                    raw = target
-            eqns.append(eqn.replace(params=params, invars=invars, outvars=outvars))
-            eqns.extend(after)
-        outvars = list(jaxpr.outvars)
-        if owner is not None and last is not None:
-            for position, spec in sorted(constraints.outputs.get(owner, {}).items()):
-                source = outvars[position]
-                outvars[position] = compat.new_var(source.aval)
-                eqns.append(make(source, outvars[position], spec, last))
-        return jaxpr.replace(eqns=eqns, outvars=outvars)
-
-    closed = program.origin
-    return core.ClosedJaxpr(rewrite(compat.open_jaxpr(closed), program.body, None), closed.consts)
-
-
-def without_effects(closed: Any) -> Any:
-    """The closed jaxpr without the prints and callbacks that return nothing."""
-
-    def strip(jaxpr: Any) -> Any:
-        kept = []
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in HOST_EFFECTS and all(map(compat.is_drop, eqn.outvars)):
-                continue
-            params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, strip(compat.open_jaxpr(j))))
-            kept.append(eqn.replace(params=params))
-        return jaxpr.replace(eqns=kept)
-
-    return core.ClosedJaxpr(strip(compat.open_jaxpr(closed)), closed.consts)
-
-
-def check(closed: Any) -> None:
-    """Type-checks a jaxpr with jax's own checker (used by tests after every transformation)."""
-    core.check_jaxpr(compat.open_jaxpr(closed))
-
-
 def source_line(eqn: Eqn) -> str:
     """`file.py:line` of the user's code an equation came from, "" where jax kept none."""
     name, line = compat.source_of(eqn.origin)
     return f"{name.rsplit('/', 1)[-1]}:{line}" if name else ""
-
-
-def as_function(closed: Any, name: str) -> Callable[..., list[Any]]:
-    """A function of flat leaves that evaluates the jaxpr; it carries `name` so that profiles show it."""
-    flat = core.jaxpr_as_fun(closed)
-
-    def call(*leaves: Any) -> list[Any]:
-        return list(flat(*leaves))
-
-    call.__name__ = call.__qualname__ = name
-    return call

@@ -25,7 +25,8 @@ from autoshard.dim_rules import LoopKind
 from autoshard.dims import LogicalAxes
 from autoshard.inputs import Inputs
 from autoshard.meshes import MeshInfo
-from autoshard.trace import Traced, as_function, without_effects
+from autoshard.rewrite import as_function, without_effects
+from autoshard.trace import Traced
 from autoshard.trial import Verified
 
 FACTOR = 16.0

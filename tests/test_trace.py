@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import TraceError
 from autoshard.program import Flow
-from autoshard.trace import as_function, check, source_line, trace, without_effects
+from autoshard.rewrite import as_function, check, without_effects
+from autoshard.trace import source_line, trace
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, call_of, mesh_of, traced
 
