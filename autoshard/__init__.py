@@ -8,6 +8,7 @@
 from autoshard.apply import apply as apply
 from autoshard.errors import ArgumentError as ArgumentError
 from autoshard.errors import AutoshardError as AutoshardError
+from autoshard.errors import ExtraError as ExtraError
 from autoshard.errors import FactoryError as FactoryError
 from autoshard.errors import HardwareError as HardwareError
 from autoshard.errors import MeshError as MeshError
@@ -19,6 +20,7 @@ from autoshard.errors import SignatureError as SignatureError
 from autoshard.errors import SpecError as SpecError
 from autoshard.errors import StudyError as StudyError
 from autoshard.errors import TableError as TableError
+from autoshard.errors import TargetError as TargetError
 from autoshard.errors import TraceError as TraceError
 from autoshard.ladder import Effort as Effort
 from autoshard.layout import AxisRule as AxisRule
@@ -26,4 +28,5 @@ from autoshard.optimize import optimize as optimize
 from autoshard.plan import Plan as Plan
 from autoshard.plan import Verification as Verification
 from autoshard.table import SpecTable as SpecTable
+from autoshard.target import target as target
 from autoshard.trial import Trial as Trial

@@ -217,6 +217,80 @@ def as_call(eqn: JaxprEqn, result_shapes: Sequence[tuple[int, ...]] | None = Non
     return call
 
 
+def jaxprs_in(params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Every jaxpr among the parameters of an equation, opened; those in tuples too."""
+    values = [item for value in params.values() for item in (value if isinstance(value, tuple) else (value,))]
+    return tuple(open_jaxpr(value) for value in values if is_jaxpr(value))
+
+
+def evaluate_result(jaxpr: Any, inputs: np.ndarray, result: int) -> np.ndarray:
+    """One scalar result of a jaxpr of scalars, at many points.
+
+    Args:
+        jaxpr: Open or closed, without captured constants.
+        inputs: [inputs, points]; inputs that the result does not depend on may be left out at the end.
+        result: Position of the result.
+    """
+    jaxpr = open_jaxpr(jaxpr)
+    target = jaxpr.outvars[result]
+    needed, live = {target}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            live.append(eqn)
+            needed.update(a for a in eqn.invars if not is_literal(a))
+
+    def one(*point: Any) -> Any:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, point, strict=False))
+
+        def read(atom: Any) -> Any:
+            return atom.val if is_literal(atom) else env[atom]
+
+        for eqn in reversed(live):
+            env.update(zip(eqn.outvars, as_call(eqn)(*map(read, eqn.invars)), strict=True))
+        return read(target)
+
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.vmap(one)(*inputs))
+
+
+class ShardMapMaker:
+    """Makes `shard_map` equations: a call on the pieces of its operands, manual over all mesh axes."""
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        self._mesh = mesh
+
+    def __call__(
+        self,
+        eqn: JaxprEqn,
+        piece: JaxprEqn,
+        operands: Sequence[PartitionSpec],
+        results: Sequence[PartitionSpec],
+        summed: Sequence[str] = (),
+    ) -> JaxprEqn:
+        """The equation that does what `eqn` does.
+
+        Args:
+            eqn: The equation it takes the place of.
+            piece: The equation as one device runs it; only its parameters count.
+            operands: Specs of the operands.
+            results: Specs of the results.
+            summed: Mesh axes over which the results of the pieces are added.
+        """
+
+        def body(*operands: Any) -> tuple[Any, ...]:
+            found = as_call(piece)(*operands)
+            return tuple(jax.lax.psum(f, tuple(summed)) for f in found) if summed else found
+
+        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # not the caller's, which may be Explicit
+            mapped = jax.shard_map(
+                body, mesh=self._mesh, in_specs=tuple(operands), out_specs=tuple(results), check_vma=False
+            )
+            traced = jax.make_jaxpr(mapped)(*avals)
+        (made,) = traced.jaxpr.eqns
+        return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+
+
 def calls_python(lowered: jax.stages.Lowered) -> bool:
     """True if the program calls back into this process."""
     args = lowered._lowering.compile_args
@@ -266,6 +340,8 @@ def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, 
 def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]) -> Any:
     """Compiles a program that another process lowered, on these devices by id; it can be asked for text and memory."""
     from jax._src import stages
+    from jax._src.interpreters import mlir
+    from jax.extend.mlir import ir
     from jaxlib import xla_client
 
     class Sent(stages.Executable):
@@ -273,9 +349,28 @@ def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]
             return executable
 
     chosen = tuple(devices[number] for number in request.device_ids)
-    executable = chosen[0].client.compile_and_load(
-        request.module,
-        executable_devices=xla_client.DeviceList(chosen),
-        compile_options=xla_client.CompileOptions.ParseFromString(request.options),
-    )
+    client: Any = chosen[0].client
+    options = xla_client.CompileOptions.ParseFromString(request.options)
+    own = np.array([[device.id for device in chosen]])
+    options.device_assignment = xla_client.DeviceAssignment.create(own)
+    targets = xla_client.DeviceList(chosen)
+    if is_compile_only(chosen[0]):
+        with mlir.make_ir_context():
+            module = ir.Module.parse(request.module)
+            executable = client.compile(module, executable_devices=targets, compile_options=options)
+    else:
+        executable = client.compile_and_load(request.module, executable_devices=targets, compile_options=options)
     return Sent()
+
+
+def is_compile_only(device: Any) -> bool:
+    """True for a device of a topology: programs can be compiled for it and not run."""
+    from jaxlib import _jax
+
+    return isinstance(device.client, _jax.CompileOnlyPyClient)
+
+
+def quick_compile_options() -> dict[str, Any]:
+    """What makes the TPU compiler skip its optimisations; jax 0.10 takes O0 as its number in XLA, 0.12 by name."""
+    major, minor = map(int, jax.__version__.split(".")[:2])
+    return {"optimization_level": 9 if (major, minor) < (0, 11) else "O0"}

@@ -19,8 +19,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard.constrain import constraints_for
-from autoshard.evidence import collective_bytes, summarise
+from autoshard.evidence import CollectiveOp, collective_bytes, summarise
 from autoshard.hlo import read_collectives, read_full_remat_warnings
+from autoshard.hlo_cycles import read_cycles
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
 from autoshard.rewrite import as_function, insert_constraints
@@ -78,6 +79,35 @@ class Figures:
     compile_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a compiled program says, whoever compiled it and whatever prices are put on it.
+
+    Attributes:
+        ops: Its collectives.
+        argument_bytes: Per device, as the others.
+        output_bytes: Outputs.
+        alias_bytes: Outputs that live in donated arguments.
+        temp_bytes: Temporaries.
+        peak_bytes: The compiler's own peak, 0 where it gives none.
+        flops: The compiler's count for one device, 0 where it gives none.
+        cycles: The compiler's estimate of all that is no collective, trip counts included; None where it makes none.
+        full_remat_warnings: "Involuntary full rematerialization" warnings of the partitioner.
+        compile_s: Seconds it took to compile.
+    """
+
+    ops: tuple[CollectiveOp, ...]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    flops: float
+    cycles: int | None
+    full_remat_warnings: int
+    compile_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """A compiled layout with what its program says."""
@@ -126,14 +156,17 @@ def compile_built(
         start = time.perf_counter()
         executable = lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
         seconds = time.perf_counter() - start
-    evidence = evidence_of(figures_of(executable, seconds), written(), mesh, time_of)
+    evidence = evidence_of(read_program(figures_of(executable, seconds), written(), mesh), mesh, time_of)
     return Compiled(built, executable, evidence)
 
 
 def figures_of(executable: Any, compile_s: float) -> Figures:
     """What an executable says of itself; it took `compile_s` seconds to compile."""
     memory: Any = executable.memory_analysis()
-    cost = executable.cost_analysis() or {}
+    try:
+        cost = executable.cost_analysis() or {}
+    except NotImplementedError:  # the GPU compiler counts for devices that are here only
+        cost = {}
     return Figures(
         text=executable.as_text() or "",
         argument_bytes=int(memory.argument_size_in_bytes),
@@ -146,26 +179,39 @@ def figures_of(executable: Any, compile_s: float) -> Figures:
     )
 
 
-def evidence_of(
-    figures: Figures, stderr: str, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None
-) -> CompiledEvidence:
-    """The evidence in a program's figures and in what the compiler wrote to standard error."""
-    ops = read_collectives(figures.text, mesh.axes)
-    peak = figures.argument_bytes + figures.output_bytes - figures.alias_bytes + figures.temp_bytes
-    if mesh.platform != "cpu":
-        peak = figures.peak_bytes or peak
-    return CompiledEvidence(
-        collectives=summarise(ops),
-        collective_bytes=collective_bytes(ops),
+def read_program(figures: Figures, stderr: str, mesh: MeshInfo) -> Reading:
+    """Reads a program's figures, its text, and what the compiler wrote to standard error."""
+    return Reading(
+        ops=read_collectives(figures.text, mesh.axes),
         argument_bytes=figures.argument_bytes,
         output_bytes=figures.output_bytes,
         alias_bytes=figures.alias_bytes,
         temp_bytes=figures.temp_bytes,
-        peak_bytes=peak,
-        full_remat_warnings=read_full_remat_warnings(stderr),
+        peak_bytes=figures.peak_bytes,
         flops=figures.flops,
-        time_s=0.0 if time_of is None else time_of(ops),
+        cycles=read_cycles(figures.text),
+        full_remat_warnings=read_full_remat_warnings(stderr),
         compile_s=figures.compile_s,
+    )
+
+
+def evidence_of(reading: Reading, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None) -> CompiledEvidence:
+    """The evidence in what a program says; `time_of` makes seconds of a step from its collectives."""
+    peak = reading.argument_bytes + reading.output_bytes - reading.alias_bytes + reading.temp_bytes
+    if mesh.platform != "cpu":
+        peak = reading.peak_bytes or peak
+    return CompiledEvidence(
+        collectives=summarise(reading.ops),
+        collective_bytes=collective_bytes(reading.ops),
+        argument_bytes=reading.argument_bytes,
+        output_bytes=reading.output_bytes,
+        alias_bytes=reading.alias_bytes,
+        temp_bytes=reading.temp_bytes,
+        peak_bytes=peak,
+        full_remat_warnings=reading.full_remat_warnings,
+        flops=reading.flops,
+        time_s=0.0 if time_of is None else time_of(reading.ops),
+        compile_s=reading.compile_s,
     )
 
 

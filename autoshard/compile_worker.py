@@ -1,7 +1,8 @@
 """The process that `isolate` keeps beside the search: compiles what it is sent and answers with the program's figures.
 
-Started as `python -m autoshard.compile_worker PLATFORM MEMORY_BYTES FD`. FD is one end of a `multiprocessing.Pipe`:
-what compilers and libraries print cannot get between the messages. It ends when the other end is closed.
+Started as `python -m autoshard.compile_worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the devices that the
+process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what compilers and libraries print cannot
+get between the messages. It ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import msgspec
 
 from autoshard import compat
 from autoshard.compile import Figures, figures_of
+from autoshard.target import Target
+from autoshard.target_topology import open_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,11 @@ class Reply:
     error: str = ""
 
 
-def main(platform: str, memory_bytes: int, file_descriptor: int) -> None:
+def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
     """Serves requests until the other end is closed.
 
     Args:
-        platform: Of the devices to compile for.
+        where: What to compile for: a platform, or a target as JSON.
         memory_bytes: The process may allocate no more than this; 0 for no limit.
         file_descriptor: The pipe's end.
     """
@@ -43,7 +46,10 @@ def main(platform: str, memory_bytes: int, file_descriptor: int) -> None:
     with contextlib.suppress(OSError):  # where memory runs out, the kernel is to end this process, not the search
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection: Connection = Connection(file_descriptor)
-    devices = {device.id: device for device in jax.local_devices(backend=platform)}
+    if where.startswith("{"):
+        devices = open_devices(msgspec.json.decode(where, type=Target))
+    else:
+        devices = {device.id: device for device in jax.local_devices(backend=where)}
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     connection.send_bytes(msgspec.msgpack.encode(sorted(devices)))

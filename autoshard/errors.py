@@ -23,6 +23,14 @@ class MeshError(AutoshardError, ValueError):
     """The mesh (or mesh string) does not fit the devices."""
 
 
+class TargetError(AutoshardError, ValueError):
+    """A target is not known, the mesh does not match it, or something was to be run on it."""
+
+
+class ExtraError(AutoshardError, ImportError):
+    """An optional part of the installation is missing; the message has the command that installs it."""
+
+
 class SpecError(AutoshardError, ValueError):
     """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, or a size it does not divide."""
 

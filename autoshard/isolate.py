@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import jax
 import msgspec
 
-from autoshard import compat
-from autoshard.compile import Built, CompilerOptions, evidence_of
+from autoshard import compat, target_topology
+from autoshard.compile import Built, CompilerOptions, Reading, evidence_of, read_program
 from autoshard.compile_worker import Reply
 from autoshard.meshes import MeshInfo
 from autoshard.trial import CompiledEvidence
@@ -80,10 +80,11 @@ class Isolation:
             mesh: Of the programs to come.
             timeout_s: A compilation that takes longer has failed.
             memory_bytes: The worker may allocate no more than this; None for no limit.
-            command: The worker; PLATFORM, MEMORY_BYTES and FD are appended.
+            command: The worker; WHERE, MEMORY_BYTES and FD are appended.
         """
         self.mesh, self.timeout_s = mesh, timeout_s
-        self._command = (*command, mesh.platform, str(memory_bytes or 0))
+        where = msgspec.json.encode(mesh.target).decode() if mesh.target else mesh.platform
+        self._command = (*command, where, str(memory_bytes or 0))
         self._worker: _Worker | None = None
         self._ready = False
         self._unavailable = ""
@@ -120,6 +121,11 @@ class Isolation:
             return Failure(f"{type(error).__name__}: {error}")
         if request is None:
             return InProcess("the program calls back into Python")
+        found = self.read(request)
+        return evidence_of(found, self.mesh, time_of) if isinstance(found, Reading) else found
+
+    def read(self, request: compat.CompileRequest) -> Reading | Failure | InProcess:
+        """What the compiled program says, or why there is none."""
         worker = self._ready_worker(request.device_ids)
         if worker is None:
             return InProcess(self._unavailable)
@@ -129,7 +135,12 @@ class Isolation:
             return reply
         if reply.figures is None:
             return InProcess(reply.error) if _LACKING.search(reply.error) else Failure(reply.error)
-        return evidence_of(reply.figures, worker.written(), self.mesh, time_of)
+        return read_program(reply.figures, worker.written(), self.mesh)
+
+    def kill(self) -> None:
+        """Ends the worker from another thread, whatever it is doing; `read` then returns a Failure."""
+        if self._worker is not None:
+            self._worker.process.kill()
 
     def _ready_worker(self, device_ids: Sequence[int]) -> _Worker | None:
         """A worker with these devices; None where none can be had, which is not tried again."""
@@ -253,6 +264,8 @@ def _environment(mesh: MeshInfo) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process holds the memory of the accelerators
+    if mesh.target is not None:
+        return environment | target_topology.environment(mesh.target)
     environment["JAX_PLATFORMS"] = getattr(jax.config, "jax_platforms", None) or ""
     if mesh.platform == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard.errors import MeshError
 from autoshard.layout import Spec, to_partition_spec
+
+if TYPE_CHECKING:
+    from autoshard.target import Target
 
 _AXIS = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\d+)\s*$")
 
@@ -54,6 +58,22 @@ class MeshInfo:
     def device_kind(self) -> str:
         """Kind of the devices as jax names it."""
         return str(self.user.devices.flat[0].device_kind)
+
+    @property
+    def target(self) -> Target | None:
+        """What the mesh is of where its devices are not here; None where they are."""
+        target: Target | None = getattr(self.user.devices.flat[0], "target", None)
+        return target
+
+    @property
+    def far_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which devices lie in different slices (TPU) or hosts (GPU): a slower network joins those."""
+        if self.platform not in ("tpu", "gpu"):
+            return ()
+        place = "slice_index" if self.platform == "tpu" else "process_index"
+        places = [getattr(device, place, None) or 0 for device in self.user.devices.flat]
+        of_device = np.array(places).reshape(self.user.devices.shape)
+        return tuple(name for i, name in enumerate(self.axes) if (np.diff(of_device, axis=i) != 0).any())
 
     def explicit_part(self, spec: Spec) -> NamedSharding:
         """The part of a sharding that jax tracks in types on this mesh: Explicit axes only."""

@@ -1,0 +1,282 @@
+"""Targets: hardware that is not here, as a Mesh that is planned for and compiled for, and never run on.
+
+A target is named `platform:part:shape`: `tpu:v5e:16x16` (chips; `tpu:v5e:4x4*2` is two slices joined by the data-centre
+network), `gpu:h100:4x8` (hosts x GPUs), `cpu:64`. Its devices are plain values of this module that know their place;
+jax traces and lowers for them as for any device, with nothing installed but jax. Only the process that compiles
+(`compile_worker`) opens the real compilers, through `target_topology`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+from numpy.typing import NDArray
+
+from autoshard.errors import TargetError
+from autoshard.meshes import parse_axes
+from autoshard.target_parts import GPUS, TPUS, gpu_description
+
+Platform = Literal["tpu", "gpu", "cpu"]
+
+_TPU = re.compile(r"tpu:(\w+):(\d+(?:x\d+){1,2})(?:\*(\d+))?")
+_GPU = re.compile(r"gpu:(.+):(\d+)x(\d+)")
+_CPU = re.compile(r"cpu:(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Hardware that is not here.
+
+    Attributes:
+        platform: `tpu`, `gpu` or `cpu`.
+        part: `v5e`, `h100`, `cpu`; of a captured GPU the path of its description.
+        shape: Chips of one TPU slice along x, y (and z); (hosts, GPUs of a host); (devices,).
+        slices: TPU slices.
+        description: Of a GPU, as the compiler reads it (text proto); "" for others.
+    """
+
+    platform: Platform
+    part: str
+    shape: tuple[int, ...]
+    slices: int = 1
+    description: str = ""
+
+    def __str__(self) -> str:
+        grid = "x".join(map(str, self.shape))
+        times = f"*{self.slices}" if self.slices > 1 else ""
+        return f"cpu:{grid}" if self.platform == "cpu" else f"{self.platform}:{self.part}:{grid}{times}"
+
+    @property
+    def device_count(self) -> int:
+        """Devices in all."""
+        return math.prod(self.shape) * self.slices
+
+    @property
+    def device_kind(self) -> str:
+        """As `jax.Device.device_kind` names these devices."""
+        if self.platform == "tpu":
+            return TPUS[self.part].device_kind
+        if self.platform == "gpu":
+            named = re.search(r'\bdevice_description_str: "([^"]*)"', self.description)
+            return named[1] if named else self.part
+        return "cpu"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of a device that a program may use; None where that is no property of the part (CPU)."""
+        if self.platform == "tpu":
+            return TPUS[self.part].hbm_bytes
+        found = re.search(r"\bdevice_memory_size: (\d+)", self.description)
+        return int(found[1]) if found else None
+
+    @property
+    def clock_hz(self) -> float | None:
+        """Cycles a second of the compiler's estimates; None where it makes none."""
+        return TPUS[self.part].clock_hz if self.platform == "tpu" else None
+
+    def devices(self) -> list[TargetDevice]:
+        """The devices: by slice, then by host, or by coordinates with x fastest."""
+        if self.platform == "gpu":
+            hosts, per_host = self.shape
+            return [
+                TargetDevice(self, h * per_host + i, process_index=h) for h in range(hosts) for i in range(per_host)
+            ]
+        if self.platform == "cpu":
+            return [TargetDevice(self, i) for i in range(self.shape[0])]
+        x_size, y_size, z_size = (*self.shape, 1)[:3]
+        places = [(x, y, z) for z in range(z_size) for y in range(y_size) for x in range(x_size)]
+        found: list[TargetDevice] = []
+        for slice_index in range(self.slices):
+            for place in places:
+                found.append(TargetDevice(self, len(found), coords=place, slice_index=slice_index))
+        return found
+
+
+class _Client:
+    """What jax asks the client of a device for when it lowers."""
+
+    supports_executable_serialization = False
+
+    def __init__(self, target: Target) -> None:
+        self.platform = self._raw_platform = "cuda" if target.platform == "gpu" else target.platform
+        self.platform_version = str(target)
+        self._target = target
+
+    def process_index(self) -> int:
+        """Of this process; targets have no other."""
+        return 0
+
+    def compile_and_load(self, *args: Any, **kwargs: Any) -> Any:
+        """What `lowered.compile()` comes to."""
+        raise TargetError(
+            f"{self._target} is not here: nothing can be loaded or run on it in this process. autoshard.optimize "
+            f"compiles for it in processes of its own, and plan.lower(...) gives the program."
+        )
+
+
+@dataclass(frozen=True)
+class TargetDevice:
+    """A device of a target; jax takes it where it takes a `jax.Device`, but for running.
+
+    Attributes:
+        target: Which target.
+        id: Number in `Target.devices()`.
+        process_index: Of the host, on GPUs.
+        coords: Of a TPU chip in its slice.
+        slice_index: Of its slice.
+    """
+
+    target: Target
+    id: int
+    process_index: int = 0
+    coords: tuple[int, int, int] = (0, 0, 0)
+    slice_index: int = 0
+
+    core_on_chip = 0
+    num_cores = 1
+
+    @property
+    def platform(self) -> str:
+        """`tpu`, `gpu` or `cpu`."""
+        return self.target.platform
+
+    @property
+    def device_kind(self) -> str:
+        """As jax names it."""
+        return self.target.device_kind
+
+    @cached_property
+    def client(self) -> Any:
+        """What jax lowers with."""
+        return _Client(self.target)
+
+    def __repr__(self) -> str:
+        return f"{self.target}[{self.id}]"
+
+
+def parse_target(name: str) -> Target:
+    """The target of a name.
+
+    >>> parse_target("tpu:v5e:4x4*2").device_count, parse_target("gpu:h100:4x8").device_kind
+    (32, 'NVIDIA H100 80GB HBM3')
+
+    Raises:
+        TargetError: If there is no such target; the known ones are listed.
+    """
+    if not isinstance(name, str):
+        raise TargetError(f"target {name!r} is a {type(name).__name__}; {KNOWN}")
+    if match := _TPU.fullmatch(name):
+        return _tpu(name, match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 1))
+    if match := _GPU.fullmatch(name):
+        shape = int(match[2]), int(match[3])
+        if not all(shape):
+            raise TargetError(f"target {name!r}: {match[2]}x{match[3]} has no devices. {KNOWN}")
+        return Target("gpu", match[1], shape, description=gpu_description(match[1], name, KNOWN))
+    if (match := _CPU.fullmatch(name)) and int(match[1]):
+        return Target("cpu", "cpu", (int(match[1]),))
+    raise TargetError(f"target {name!r} is not known. {KNOWN}")
+
+
+def _tpu(name: str, part: str, shape: tuple[int, ...], slices: int) -> Target:
+    if part not in TPUS:
+        raise TargetError(f"target {name!r}: there is no TPU {part!r}. {KNOWN}")
+    facts = TPUS[part]
+    if len(shape) != len(facts.largest):
+        example = "x".join(["4"] * len(facts.largest))
+        raise TargetError(
+            f"target {name!r}: slices of {part} have {len(facts.largest)} dimensions, not {len(shape)}. "
+            f"Write for example tpu:{part}:{example}."
+        )
+    if not slices or not all(shape) or any(size > most for size, most in zip(shape, facts.largest, strict=True)):
+        largest = "x".join(map(str, facts.largest))
+        raise TargetError(f"target {name!r}: slices of {part} go up to {largest}, from 1 in each dimension.")
+    odd = [size for size in shape[:2] if size > 1 and size % 2]
+    if odd:
+        raise TargetError(
+            f"target {name!r}: hosts have 2x2 chips, which {odd[0]} does not divide by. Use even sizes in the first "
+            f"two dimensions."
+        )
+    return Target("tpu", part, shape, slices)
+
+
+KNOWN = (
+    f"Known are tpu:PART:XxY or XxYxZ with PART one of {', '.join(TPUS)} (chips; *N at the end for N slices), "
+    f"gpu:PART:HOSTSxGPUS with PART one of {', '.join(GPUS)} or the path of a description that "
+    f"`autoshard capture-target` wrote, and cpu:DEVICES; for example tpu:v5e:4x4, tpu:v5e:16x16*2, gpu:h100:4x8."
+)
+
+
+def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
+    """A mesh over hardware that is not here, for `optimize` and `apply`.
+
+    Nothing is installed or opened: predicting and partitioning work at once. Compiling, which `optimize` does in
+    processes of its own, needs the compiler: `pip install 'autoshard[tpu]'` or `'autoshard[gpu]'`.
+
+    Args:
+        name: `tpu:v5e:16x16`, `tpu:v5e:4x4*2`, `gpu:h100:4x8` (hosts x GPUs), `gpu:PATH:4x8` (a description written by
+            `autoshard capture-target`), `cpu:64`.
+        mesh: Mesh axes in order, such as `"data=16,model=16"`. Slices, and hosts of GPUs, lie along the first axes.
+
+    Raises:
+        TargetError: If there is no such target, or the mesh does not match it.
+
+    >>> target("cpu:8", "data=4,model=2").shape
+    OrderedDict({'data': 4, 'model': 2})
+    """
+    wanted = parse_target(name)
+    axes = parse_axes(mesh) if isinstance(mesh, str) else dict(mesh)
+    need = math.prod(axes.values())
+    if need != wanted.device_count:
+        raise TargetError(
+            f"mesh {_axes_text(axes)} has {need} devices, but {wanted} has {wanted.device_count}. "
+            f"Use sizes whose product is {wanted.device_count}."
+        )
+    return Mesh(_arranged(wanted, axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _arranged(wanted: Target, axes: Mapping[str, int]) -> NDArray[Any]:
+    """The devices in the shape of the mesh: TPU chips so that neighbours of the mesh are neighbours of the torus."""
+    devices, shape = wanted.devices(), tuple(axes.values())
+    if wanted.platform != "tpu":
+        return _grid(devices, shape)
+    if wanted.slices == 1:
+        return _on_torus(devices, shape)
+    first, size = next(((i, n) for i, n in enumerate(shape) if n > 1))
+    if size % wanted.slices:
+        name = list(axes)[first]
+        raise TargetError(
+            f"mesh {_axes_text(axes)}: the {wanted.slices} slices of {wanted} lie along its first axis, {name!r}, "
+            f"whose size {size} they do not divide. Make it a multiple of {wanted.slices}."
+        )
+    inner = tuple(n // wanted.slices if i == first else n for i, n in enumerate(shape))
+    of_slice = [[d for d in devices if d.slice_index == s] for s in range(wanted.slices)]
+    return np.concatenate([_on_torus(chips, inner) for chips in of_slice], axis=first)
+
+
+def _on_torus(chips: list[TargetDevice], shape: tuple[int, ...]) -> NDArray[Any]:
+    found: NDArray[Any] = mesh_utils.create_device_mesh(shape, chips, allow_split_physical_axes=True)
+    return found
+
+
+def _grid(devices: list[TargetDevice], shape: tuple[int, ...]) -> NDArray[Any]:
+    grid = np.empty(len(devices), dtype=object)
+    grid[:] = devices
+    return grid.reshape(shape)
+
+
+def _axes_text(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in axes.items())
+
+
+def target_of(mesh: Mesh) -> Target | None:
+    """The target of a mesh, None for one over real devices."""
+    device = mesh.devices.flat[0] if mesh.devices.size else None
+    return device.target if isinstance(device, TargetDevice) else None

@@ -1,0 +1,159 @@
+"""What is known of the parts that can be a target: numbers only, each with its source.
+
+TPU: `hbm_bytes` is what the TPU compiler itself says is there ("exceeds available HBM (15.75G)", libtpu 0.0.42.1 and
+0.0.50.1, 2026-11-29). `clock_hz` turns the compiler's estimated cycles into seconds: the peak rate of the part over
+what its matrix units do in a cycle (v4, v5p: 2 cores x 4 units of 128x128; v5e: 4 of 128x128; v6e: as much as 4 of
+256x256; two operations a multiply-add). It agrees with the compiler: the estimates of an 8192-cubed bfloat16 product
+and of a stream over 2 GiB, times this clock, are 70 to 93 % of the peak and 71 to 82 % of the memory rate on all four.
+v4: 1.05 GHz is also the clock in Jouppi et al. (2023), table 4.
+
+GPU: what `cudaGetDeviceProperties` says of the SXM parts: NVIDIA CUDA C++ Programming Guide, table "Technical
+Specifications per Compute Capability" (limits per block and SM), and the architecture papers of Ampere (A100), Hopper
+(H100, H200) and Blackwell (B200) for SMs, clock, level-2 cache and memory rate; `memory_bytes` is the capacity that
+CUDA reports on these parts (79.1, 79.1, 139.8 and 178.4 GiB), less than what is printed on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from autoshard.errors import TargetError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class TpuPart:
+    """A TPU chip.
+
+    Attributes:
+        device_kind: As jax names it.
+        largest: Largest slice, chips by dimension.
+        hbm_bytes: Memory of a chip that a program may use.
+        clock_hz: Cycles a second of the compiler's estimates.
+        megacore: True where two cores have to be asked to work as one.
+    """
+
+    device_kind: str
+    largest: tuple[int, ...]
+    hbm_bytes: int
+    clock_hz: float
+    megacore: bool = False
+
+
+_TPUS = {
+    "v4": TpuPart("TPU v4", (16, 16, 16), int(30.75 * GIB), 1.05e9, megacore=True),
+    "v5e": TpuPart("TPU v5 lite", (16, 16), int(15.75 * GIB), 1.503e9),
+    "v5p": TpuPart("TPU v5", (16, 20, 28), int(95.73 * GIB), 1.751e9),
+    "v6e": TpuPart("TPU v6 lite", (16, 16), int(31.24 * GIB), 1.751e9),
+}
+TPUS: Mapping[str, TpuPart] = MappingProxyType(_TPUS)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPart:
+    """A GPU as the compiler needs to know it; see the module for the sources.
+
+    Attributes:
+        device_kind: As jax names it.
+        compute_capability: Major and minor.
+        multiprocessors: SMs.
+        clock_ghz: Boost clock.
+        memory_bytes: As CUDA reports it.
+        memory_bytes_per_s: Of the main memory.
+        l2_bytes: Level-2 cache.
+        shared_bytes: Shared memory of an SM.
+        shared_bytes_of_block: What one block may ask for.
+    """
+
+    device_kind: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    clock_ghz: float
+    memory_bytes: int
+    memory_bytes_per_s: int
+    l2_bytes: int
+    shared_bytes: int
+    shared_bytes_of_block: int
+
+    def description(self) -> str:
+        """As the GPU compiler reads it: the text form of its target configuration."""
+        major, minor = self.compute_capability
+        accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+        return f"""gpu_device_info {{
+  name: "{self.device_kind}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
+  core_count: {self.multiprocessors}
+  fpus_per_core: {64 if major == 8 else 128}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes}
+  memory_bandwidth: {self.memory_bytes_per_s}
+  l2_cache_size: {self.l2_bytes}
+  shared_memory_per_core: {self.shared_bytes}
+  shared_memory_per_block: {48 * 1024}
+  shared_memory_per_block_optin: {self.shared_bytes_of_block}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+runtime_version {{ major: 12 minor: 8 }}
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{self.device_kind}"
+"""
+
+
+_KIB = 1024
+_GPUS = {
+    "a100": GpuPart(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, int(79.1 * GIB), 2_039_000_000_000,
+        40 * _KIB**2, 164 * _KIB, 163 * _KIB,
+    ),
+    "h100": GpuPart(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, int(79.1 * GIB), 3_350_000_000_000,
+        50 * _KIB**2, 228 * _KIB, 227 * _KIB,
+    ),
+    "h200": GpuPart(
+        "NVIDIA H200", (9, 0), 132, 1.98, int(139.8 * GIB), 4_800_000_000_000,
+        50 * _KIB**2, 228 * _KIB, 227 * _KIB,
+    ),
+    "b200": GpuPart(
+        "NVIDIA B200", (10, 0), 148, 1.965, int(178.4 * GIB), 7_700_000_000_000,
+        126 * _KIB**2, 228 * _KIB, 227 * _KIB,
+    ),
+}  # fmt: skip
+GPUS: Mapping[str, GpuPart] = MappingProxyType(_GPUS)
+
+
+def gpu_description(part: str, name: str, known: str) -> str:
+    """The description of a part known here, or the text of a captured one.
+
+    Args:
+        part: A name of `GPUS`, or a path.
+        name: The whole target, for messages.
+        known: What targets there are, for messages.
+
+    Raises:
+        TargetError: If it is neither.
+    """
+    if part in GPUS:
+        return GPUS[part].description()
+    path = Path(part)
+    if not path.is_file():
+        raise TargetError(f"target {name!r}: there is no GPU {part!r}, and no file of that name. {known}")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if "gpu_device_info" not in text or "cuda_compute_capability" not in text:
+        raise TargetError(
+            f"target {name!r}: {part} is no description of a GPU (it names no gpu_device_info with a "
+            f"cuda_compute_capability). Write one on a machine that has the GPU: autoshard capture-target --out {part}."
+        )
+    return text
