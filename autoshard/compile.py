@@ -24,7 +24,7 @@ from autoshard.hlo import read_collectives, read_full_remat_warnings
 from autoshard.hlo_cycles import read_cycles
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
-from autoshard.rewrite import as_function, insert_constraints
+from autoshard.rewrite import Constraints, as_function, insert_constraints
 from autoshard.trace import Traced
 from autoshard.trial import CompiledEvidence
 
@@ -117,9 +117,10 @@ class Compiled:
     evidence: CompiledEvidence
 
 
-def build(traced: Traced, layout: Layout, mesh: MeshInfo) -> Built:
-    """The layout as a jitted function; compiles nothing yet."""
-    closed = insert_constraints(traced.program, constraints_for(layout), mesh.auto)
+def build(traced: Traced, layout: Layout, mesh: MeshInfo, constraints: Constraints | None = None) -> Built:
+    """The layout as a jitted function, with other constraints than its own if given; compiles nothing yet."""
+    stated = constraints_for(layout) if constraints is None else constraints
+    closed = insert_constraints(traced.program, stated, mesh.auto)
     function = as_function(closed, traced.program.name)
     in_shardings = tuple(mesh.sharding(spec) for spec in layout.input_specs())
     out_shardings = tuple(mesh.sharding(spec) for spec in layout.output_specs())
