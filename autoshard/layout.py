@@ -87,7 +87,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class BoundRule:
     """An axis rule bound to role numbers and an axis size."""
 
     role: int
@@ -99,7 +99,13 @@ class _Bound:
     forbids: int | None
 
 
-def first_fit(roles: Sequence[int], sizes: Sequence[int], rules: Iterable[_Bound], optimizer: bool) -> Fit:
+def first_fit(
+    roles: Sequence[int],
+    sizes: Sequence[int],
+    rules: Iterable[BoundRule],
+    optimizer: bool,
+    shard_sizes: Sequence[int] | None = None,
+) -> Fit:
     """First-fit with divisibility over the dimensions of one value, or the loops of one equation.
 
     Args:
@@ -107,9 +113,10 @@ def first_fit(roles: Sequence[int], sizes: Sequence[int], rules: Iterable[_Bound
         sizes: Size of each.
         rules: In order.
         optimizer: True for values of the optimizer state.
+        shard_sizes: What is left of each size where other mesh axes already split it.
     """
     spec: list[tuple[str, ...]] = [()] * len(sizes)
-    left = list(sizes)
+    left = list(sizes if shard_sizes is None else shard_sizes)
     used: set[str] = set()
     misfits: dict[str, list[int]] = {}
     for rule in rules:
@@ -201,18 +208,19 @@ class Layout:
         problem: The problem.
         rules: The axis rules, in order.
         inside: True if constraints are stated at the anchors inside the function; False for arguments only.
+        bound: The rules as numbers, without those of mesh axes with one device.
     """
 
     problem: Problem
     rules: tuple[AxisRule, ...]
     inside: bool = True
-    _bound: tuple[_Bound, ...] = field(init=False, repr=False)
+    bound: tuple[BoundRule, ...] = field(init=False, repr=False)
     _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_bound", tuple(b for b in map(self._bind, self.rules) if b.size > 1))
+        object.__setattr__(self, "bound", tuple(b for b in map(self._bind, self.rules) if b.size > 1))
 
-    def _bind(self, rule: AxisRule) -> _Bound:
+    def _bind(self, rule: AxisRule) -> BoundRule:
         if rule.mesh_axis not in self.problem.mesh_axes:
             raise RuleError(
                 f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has {dict(self.problem.mesh_axes)}. "
@@ -223,7 +231,7 @@ class Layout:
             raise RuleError(
                 f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' or 'without ROLE'."
             )
-        return _Bound(
+        return BoundRule(
             role=self._role(rule.role, rule),
             mesh_axis=rule.mesh_axis,
             size=self.problem.mesh_axes[rule.mesh_axis],
@@ -245,7 +253,7 @@ class Layout:
         """First-fit of a signature, remembered."""
         if signature not in self._memo:
             roles, sizes, optimizer = signature
-            self._memo[signature] = first_fit(roles, sizes, self._bound, optimizer)
+            self._memo[signature] = first_fit(roles, sizes, self.bound, optimizer)
         return self._memo[signature]
 
     def fit(self, value: Value) -> Fit:

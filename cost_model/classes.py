@@ -7,7 +7,7 @@ how the rules split its few signatures.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.compute import FUSED, flops
 from autoshard.dim_rules import LoopKind
-from autoshard.layout import Problem, Signature
+from autoshard.layout import Problem
 from autoshard.program import Body, Eqn, Value
 
 
@@ -39,7 +39,6 @@ class Work:
         results: Results, scalars too.
         flops: Of one run, unsharded.
         traffic: Operands and results that go through memory (elementwise chains fuse).
-        signatures: What its cost depends on, as positions in `Problem.signatures`.
         times: How often such an equation runs per call.
     """
 
@@ -49,7 +48,6 @@ class Work:
     results: tuple[Operand, ...]
     flops: float
     traffic: tuple[Operand, ...]
-    signatures: tuple[int, ...]
     times: float
 
 
@@ -61,14 +59,12 @@ class Uses:
         value: One of them.
         readers: (equation, loops of the operand), one per kind of reader.
         spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind that reads a value.
-        signatures: What its cost depends on, as positions in `Problem.signatures`.
         times: How often such a value is made per call.
     """
 
     value: Value
     readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
     spans: NDArray[np.int64]
-    signatures: tuple[int, ...]
     times: float
 
 
@@ -91,7 +87,6 @@ class _Builder:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._axes = problem.roles.axes
-        self._position = {signature: i for i, signature in enumerate(problem.signatures)}
 
     def build(self) -> Classes:
         works: dict[object, list[Eqn]] = {}
@@ -155,21 +150,14 @@ class _Builder:
         operands = self._operands(eqn.inputs, rule.operands)
         results = self._operands(eqn.outputs, rule.results, scalars=True)  # a partial sum may well be a scalar
         traffic = () if eqn.primitive in FUSED else (*operands, *results)
-        seen = [self._problem.work_signature(eqn), *map(self._problem.value_signature, (*eqn.inputs, *eqn.outputs))]
-        positions = self._positions(seen)
-        return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), traffic, positions, times)
+        return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), traffic, times)
 
     def _uses(
         self, value: Value, members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]], times: float
     ) -> Uses:
         readers = tuple(found[0] for found in members[0].values())
         spans = [[(found[0][0].index, found[-1][0].index) for found in member.values()] for member in members]
-        seen = [self._problem.value_signature(value), *(self._problem.work_signature(eqn) for eqn, _ in readers)]
-        return Uses(value, readers, np.array(spans).transpose(1, 0, 2), self._positions(seen), times)
-
-    def _positions(self, signatures: Iterable[Signature]) -> tuple[int, ...]:
-        """Positions of those that some rule may split."""
-        return tuple(sorted({self._position[s] for s in signatures if s in self._position}))
+        return Uses(value, readers, np.array(spans).transpose(1, 0, 2), times)
 
 
 def find_classes(problem: Problem) -> Classes:

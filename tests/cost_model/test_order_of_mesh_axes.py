@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.cost_model.predict import _shuffled
+from autoshard.cost_model.moves import _shuffled
 
 CASES = {
     "an axis comes before the one that stays": (P("b"), P(("a", "b")), True),

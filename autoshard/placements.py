@@ -1,0 +1,270 @@
+"""First-fit of many layouts at once: where each mesh axis goes in every signature, as rows of small integers.
+
+Mesh axes are independent but for divisibility, so a layout is one row per mesh axis (the *placement* of that axis in
+every signature) and an order of the mesh axes, which says who is major where two share a dimension. Rows are kept once
+per content: two rule lists with the same rows and order are the same effective layout. Where two mesh axes meet in a
+dimension that both divide but their product does not, the later one is fitted again (`Placements.combine`).
+
+A row holds for each column (a signature, or a pinned value) the dimension that the mesh axis splits, `ABSENT`, or
+`OPEN` where a rule's role is present but the mesh axis divides none of its dimensions (see `layout`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.layout import BoundRule, Fit, Layout, Problem, first_fit
+from autoshard.program import Eqn, Value
+
+ABSENT = -1
+OPEN = -2
+Row = NDArray[np.int8]
+
+
+class Rows:
+    """Distinct rows, numbered in the order in which they come."""
+
+    def __init__(self, columns: int) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._array = np.zeros((64, columns), dtype=np.int8)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def array(self) -> NDArray[np.int8]:
+        """[rows, columns]."""
+        return self._array[: len(self._numbers)]
+
+    def add(self, row: Row) -> int:
+        """The number of a row."""
+        count = len(self._numbers)
+        number = self._numbers.setdefault(row.tobytes(), count)
+        if number == count:
+            if count == len(self._array):
+                self._array = np.concatenate([self._array, np.zeros_like(self._array)])
+            self._array[number] = row
+        return number
+
+
+class Placements:
+    """The rows of one problem; grows with the layouts that are asked for.
+
+    Attributes:
+        problem: The problem.
+        axes: Names of the mesh axes with more than one device, in mesh order.
+        sizes: Their sizes.
+        orders: Every order of the mesh axes, as positions in `axes`; the first is mesh order.
+        rows: For each mesh axis its rows, then the rows of orders (for each column a position in `orders`).
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.axes = tuple(name for name, size in problem.mesh_axes.items() if size > 1)
+        self.sizes = tuple(problem.mesh_axes[name] for name in self.axes)
+        self.orders = tuple(itertools.permutations(range(len(self.axes))))
+        self._column = {signature: i for i, signature in enumerate(problem.signatures)}
+        self._pinned = {index: len(self._column) + i for i, index in enumerate(sorted(problem.pins))}
+        self.columns = len(self._column) + len(self._pinned) + 1
+        self.rows = tuple(Rows(self.columns) for _ in range(len(self.axes) + 1))
+        width = max((len(s[0]) for s in problem.signatures), default=0)
+        self._roles = np.full((self.columns, width), -1, dtype=np.int64)
+        self._dim_sizes = np.ones((self.columns, width), dtype=np.int64)
+        self._optimizer = np.zeros(self.columns, dtype=bool)
+        for signature, column in self._column.items():
+            roles, sizes, optimizer = signature
+            self._roles[column, : len(roles)] = roles
+            self._dim_sizes[column, : len(sizes)] = sizes
+            self._optimizer[column] = optimizer
+        self._fixed = [np.full(self.columns, ABSENT, dtype=np.int8) for _ in self.axes]
+        self._fixed.append(np.zeros(self.columns, dtype=np.int8))
+        for index, column in self._pinned.items():
+            for fixed, placed in zip(self._fixed, self._placed(Fit(problem.pins[index], frozenset())), strict=True):
+                fixed[column] = placed
+        self._free = np.array([c < len(self._column) for c in range(self.columns)])
+        self._tight = self._find_tight()
+        self._first: dict[tuple[int, int, bool], Row] = {}
+        self._has: dict[int, NDArray[np.bool_]] = {}
+        self._lists: tuple[dict[tuple[BoundRule, ...], int], ...] = tuple({} for _ in self.axes)
+        self._row_of_list: tuple[list[int], ...] = tuple([] for _ in self.axes)
+        self._rules_of_list: tuple[list[tuple[BoundRule, ...]], ...] = tuple([] for _ in self.axes)
+        self._refitted: dict[tuple[int, int, bytes, bytes], int] = {}
+        self._order_rows = tuple(self.rows[-1].add(self._order_row(i)) for i in range(len(self.orders)))
+
+    # Columns --------------------------------------------------------------------------------------------------------
+
+    def value_column(self, value: Value) -> int:
+        """Column of a value: a pinned one has its own, one without roles the last, where nothing is ever split."""
+        pinned = self._pinned.get(value.index)
+        if pinned is not None:
+            return pinned
+        return self._column.get(self.problem.value_signature(value), self.columns - 1)
+
+    def work_column(self, eqn: Eqn) -> int:
+        """Column of an equation's loops."""
+        return self._column.get(self.problem.work_signature(eqn), self.columns - 1)
+
+    # Rows -----------------------------------------------------------------------------------------------------------
+
+    def of_list(self, axis: int, rules: tuple[BoundRule, ...]) -> int:
+        """The number of a rule list of one mesh axis; its row is first-fit as if the mesh axis were alone.
+
+        Args:
+            axis: Position in `axes`.
+            rules: Rules of that mesh axis, in order.
+        """
+        number = self._lists[axis].get(rules)
+        if number is None:
+            number = self._lists[axis][rules] = len(self._row_of_list[axis])
+            row = self._fixed[axis].copy()
+            undecided = self._free.copy()
+            misfit = np.zeros(self.columns, dtype=bool)
+            for rule in rules:
+                able = undecided & self._having(rule.role)
+                if rule.optimizer:
+                    able &= self._optimizer
+                if rule.needs is not None:
+                    able &= self._having(rule.needs)
+                if rule.forbids is not None:
+                    able &= ~self._having(rule.forbids)
+                dims = self._fitting(rule.role, axis, rule.last)
+                hit = able & (dims >= 0)
+                row[hit] = dims[hit]
+                undecided &= ~hit
+                misfit |= able & (dims == OPEN)
+            row[undecided & misfit] = OPEN
+            self._row_of_list[axis].append(self.rows[axis].add(row))
+            self._rules_of_list[axis].append(rules)
+        return number
+
+    def _having(self, role: int) -> NDArray[np.bool_]:
+        if role not in self._has:
+            self._has[role] = (self._roles == role).any(axis=1)
+        return self._has[role]
+
+    def _fitting(self, role: int, axis: int, last: bool) -> Row:
+        """By column, the first or last dimension of a role that the mesh axis divides; OPEN where it divides none."""
+        key = (role, axis, last)
+        if key not in self._first:
+            mine = (self._roles == role) & (self._dim_sizes > 1)
+            fits = mine & (self._dim_sizes % self.sizes[axis] == 0)
+            dims = np.where(mine.any(axis=1), OPEN, ABSENT).astype(np.int8)
+            order = range(self._roles.shape[1])
+            for dim in order if last else reversed(order):
+                dims[fits[:, dim]] = dim
+            self._first[key] = dims
+        return self._first[key]
+
+    def _order_row(self, order: int) -> Row:
+        row = self._fixed[-1].copy()
+        row[self._free] = order
+        return row
+
+    # Layouts --------------------------------------------------------------------------------------------------------
+
+    def of_layout(self, layout: Layout) -> NDArray[np.int32]:
+        """[mesh axes + 1] the rows of one layout, whatever the order of its rules."""
+        rows = [fixed.copy() for fixed in self._fixed]
+        for signature, column in self._column.items():
+            for row, placed in zip(rows, self._placed(layout.fit_signature(signature)), strict=True):
+                row[column] = placed
+        return np.array([kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32)
+
+    def _placed(self, fit: Fit) -> list[int]:
+        """Entries of each mesh axis and of the order for one signature."""
+        opened = OPEN if fit.open_dims else ABSENT
+        at = {axis: dim for dim, axes in enumerate(fit.spec) for axis in axes}
+        before = {axis: i for axes in fit.spec for i, axis in enumerate(axes)}
+        order = 0
+        if any(len(axes) > 1 for axes in fit.spec):
+            wanted = sorted(range(len(self.axes)), key=lambda a: (before.get(self.axes[a], 0), a))
+            order = self.orders.index(tuple(wanted))
+        return [*(at.get(axis, opened) for axis in self.axes), order]
+
+    def combine(self, lists: NDArray[np.int32], order: int) -> NDArray[np.int32]:
+        """[layouts, mesh axes + 1] the rows of layouts made of one list per mesh axis.
+
+        Args:
+            lists: [layouts, mesh axes] numbers from `of_list`.
+            order: Which mesh axis takes a dimension first, as a position in `orders`: as if the rules of the first one
+                came first, then those of the second, and so on.
+        """
+        index = np.empty((len(lists), len(self.axes) + 1), dtype=np.int32)
+        for axis in range(len(self.axes)):
+            index[:, axis] = np.array(self._row_of_list[axis], dtype=np.int32)[lists[:, axis]]
+        index[:, -1] = self._order_rows[order]
+        meet = np.flatnonzero(self._meet(index))
+        if len(meet):
+            index[meet] = self._refit(index[meet], lists[meet], self.orders[order])
+        return index
+
+    def _meet(self, index: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[layouts] True where two mesh axes meet in a dimension that they may not divide together."""
+        found = np.zeros(len(index), dtype=bool)
+        for a in range(len(self.axes)):
+            for b in range(a):
+                one, other = (self.rows[c].array[:, self._tight][index[:, c]] for c in (a, b))
+                found |= ((one == other) & (one >= 0)).any(axis=1)
+        return found
+
+    def _find_tight(self) -> NDArray[np.int64]:
+        """Columns with a dimension that two mesh axes divide one by one, but not all of those together."""
+        found = []
+        for column in range(len(self._column)):
+            for size in self._dim_sizes[column].tolist():
+                able = [axis for axis in self.sizes if size % axis == 0]
+                if size > 1 and size % int(np.prod(able, dtype=np.int64)):
+                    found.append(column)
+                    break
+        return np.array(found, dtype=np.int64)
+
+    def _refit(self, index: NDArray[np.int32], lists: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
+        """Mends rows where mesh axes meet in a dimension that their product does not divide."""
+        tight = self._tight
+        left = np.repeat(self._dim_sizes[tight][None], len(index), axis=0)
+        candidate, place = np.arange(len(index))[:, None], np.arange(len(tight))[None]
+        for axis in order:
+            codes = self.rows[axis].array[index[:, axis]][:, tight]
+            dims = np.maximum(codes, 0).astype(np.int64)
+            clash = (codes >= 0) & (left[candidate, place, dims] % self.sizes[axis] != 0)
+            for n in np.flatnonzero(clash.any(axis=1)).tolist():
+                found = np.flatnonzero(clash[n])
+                index[n, axis] = self._refit_list(axis, int(lists[n, axis]), tight[found], left[n, found])
+            codes = self.rows[axis].array[index[:, axis]][:, tight]
+            dims = np.maximum(codes, 0).astype(np.int64)
+            left[candidate, place, dims] //= np.where(codes >= 0, self.sizes[axis], 1)
+        return index
+
+    def _refit_list(self, axis: int, number: int, columns: NDArray[np.int64], left: NDArray[np.int64]) -> int:
+        """The row of a list where these columns have only so much left of their sizes."""
+        key = (axis, number, columns.tobytes(), left.tobytes())
+        if key not in self._refitted:
+            rules = self._rules_of_list[axis][number]
+            row = self.rows[axis].array[self._row_of_list[axis][number]].copy()
+            for column, shard_sizes in zip(columns.tolist(), left.tolist(), strict=True):
+                roles, sizes = self._roles[column].tolist(), self._dim_sizes[column].tolist()
+                fit = first_fit(roles, sizes, rules, bool(self._optimizer[column]), shard_sizes)
+                row[column] = self._placed(fit)[axis]
+            self._refitted[key] = self.rows[axis].add(row)
+        return self._refitted[key]
+
+    def keys(self, index: NDArray[np.int32]) -> list[tuple[int, ...]]:
+        """One hashable key per layout, equal where the effective layouts are."""
+        shared = np.zeros(len(index), dtype=bool)
+        for a in range(len(self.axes)):
+            for b in range(a):
+                mine, other = self.rows[a].array[index[:, a]], self.rows[b].array[index[:, b]]
+                shared |= ((mine == other) & (mine >= 0) & self._free).any(axis=1)
+        kept = index.copy()
+        kept[:, -1] = np.where(shared, index[:, -1], 0)
+        return [tuple(row) for row in kept.tolist()]
+
+
+def bound_by_axis(rules: Iterable[BoundRule], axes: Sequence[str]) -> tuple[tuple[BoundRule, ...], ...]:
+    """The rules of each mesh axis, in order."""
+    kept = list(rules)
+    return tuple(tuple(rule for rule in kept if rule.mesh_axis == axis) for axis in axes)

@@ -1,0 +1,482 @@
+"""Costs of classes (see `classes`) under many placements at once, as NumPy tables.
+
+A class's cost depends only on how its few columns (signatures) are split. Classes with the same columns are one
+*group*; every way in which a group's columns are split that any layout asked for is one *row*. A candidate is then one
+row per group, and its time a sum of table look-ups; a row is computed once, together with all others that are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost_model.classes import Classes, Operand, Uses, Work
+from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.moves import Array, Links, Moves, Specs
+from autoshard.dim_rules import LoopKind
+from autoshard.layout import Problem
+from autoshard.placements import OPEN, Placements
+from autoshard.program import Eqn
+
+Placed = NDArray[np.int8]
+
+
+class _Reads:
+    """Operands, results or readers as arrays: which value, which work, and the dimension of each loop."""
+
+    def __init__(self, placements: Placements, items: Sequence[tuple[Eqn, Operand]], max_loops: int) -> None:
+        count = len(items)
+        rank = max((len(o.loops) for _, o in items), default=0)
+        self.work = np.array([placements.work_column(eqn) for eqn, _ in items], dtype=np.int64)
+        self.value = np.array([placements.value_column(o.value) for _, o in items], dtype=np.int64)
+        self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
+        self.dim_of_loop = np.full((count, max_loops + 1), -1, dtype=np.int8)
+        self.sizes = np.ones((count, rank + 1), dtype=np.int64)
+        for i, (_, operand) in enumerate(items):
+            for dim in reversed(range(len(operand.loops))):
+                self.dim_of_loop[i, operand.loops[dim]] = dim
+            self.sizes[i, : len(operand.loops)] = operand.value.shape
+        every = int(np.prod(placements.sizes, dtype=np.int64))
+        self.uneven = (self.sizes % every != 0).any(axis=1)
+
+
+class _Ragged:
+    """Entries of classes, `starts[c]` to `starts[c + 1]`."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = np.array(counts, dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
+
+    def of(self, classes: Array) -> tuple[Array, Array]:
+        """(position in `classes`, entry) of every entry of these classes."""
+        counts = self.counts[classes]
+        owner = np.repeat(np.arange(len(classes)), counts)
+        first = np.cumsum(counts) - counts
+        return owner, np.arange(len(owner)) - first[owner] + self.starts[classes][owner]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CopyColumns:
+    """Copies of values in another spec: which readers share one, by column.
+
+    Attributes:
+        uses: The class of values.
+        readers: Bits of its kinds of readers.
+    """
+
+    uses: list[int]
+    readers: list[int]
+
+
+class Costs:
+    """Rows of class costs of one problem on one hardware.
+
+    Attributes:
+        compute_s: [rows] seconds of compute, times how often each class runs.
+        comm_s: [rows] seconds of collectives, likewise.
+        count: [rows, slots] collectives by slot (see `Links`), times how often each class runs.
+        full_bytes: [rows, slots] bytes of their full values.
+        sent_bytes: [rows, slots] bytes that one device sends.
+        copy_columns: Which copies there are.
+    """
+
+    def __init__(
+        self, problem: Problem, hardware: Hardware, classes: Classes, placements: Placements, *, reduce_scatter: bool
+    ) -> None:
+        self._placements = placements
+        self._hardware = hardware
+        self._reduce_scatter = reduce_scatter
+        rules = problem.roles.axes.rules
+        max_loops = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
+        max_rank = max((len(v.shape) for v in problem.program.values), default=0)
+        self.specs = Specs(placements, max_rank)
+        self.links = Links(hardware, placements, problem.mesh_axes)
+        self._slots = self.links.slots
+        self._works, self._uses = classes.works, classes.uses
+        self._prepare_works(placements, classes.works, max_loops)
+        self._prepare_uses(problem, placements, classes.uses, max_loops)
+        self._group(classes)
+        self.compute_s, self.comm_s = np.zeros(0), np.zeros(0)
+        self.count, self.full_bytes, self.sent_bytes = (np.zeros((0, self._slots)) for _ in range(3))
+        self.copy_columns = CopyColumns([], [])
+        self._copy_column: dict[tuple[int, int], int] = {}
+        self._held = _Held()
+
+    # Classes as arrays ----------------------------------------------------------------------------------------------
+
+    def _prepare_works(self, placements: Placements, works: Sequence[Work], max_loops: int) -> None:
+        self._work_times = np.array([w.times for w in works])
+        self._work_flops = np.array([w.flops for w in works])
+        self._work_rate = np.array(
+            [self._hardware.flops_per_s(w.results[0].value.dtype if w.results else "float32") for w in works]
+        )
+        self._work_column = np.array([placements.work_column(w.eqn) for w in works], dtype=np.int64)
+        self._reduced = _loops_of_kind([w.kinds for w in works], LoopKind.REDUCED, max_loops)
+        self._operands_of = _Ragged([len(w.operands) for w in works])
+        self._results_of = _Ragged([len(w.results) for w in works])
+        self._operands = _Reads(placements, [(w.eqn, o) for w in works for o in w.operands], max_loops)
+        self._results = _Reads(placements, [(w.eqn, o) for w in works for o in w.results], max_loops)
+        stored = np.array([bool(w.traffic) for w in works], dtype=bool)
+        self._work_traffic = np.where(stored, 1.0, 0.0)
+
+    def _prepare_uses(self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int) -> None:
+        self._uses_times = np.array([u.times for u in uses])
+        self._readers_of = _Ragged([len(u.readers) for u in uses])
+        self._readers = _Reads(
+            placements, [(eqn, Operand(u.value, loops, False)) for u in uses for eqn, loops in u.readers], max_loops
+        )
+        rules = problem.roles.axes.rules
+        kinds = [rules[eqn.index].kinds for u in uses for eqn, _ in u.readers]
+        self._permuted = _loops_of_kind(kinds, LoopKind.PERMUTED, max_loops) & (self._readers.dim_of_loop >= 0)
+        self._reader_bit = 1 << np.concatenate(
+            [np.zeros(0, dtype=np.int64), *(np.arange(len(u.readers), dtype=np.int64) % 62 for u in uses)]
+        )
+
+    def _group(self, classes: Classes) -> None:
+        """Groups of classes with the same columns: first works, then uses, numbered on."""
+        place = self._placements
+        nothing = place.columns - 1
+        columns: list[frozenset[int]] = []
+        for work in classes.works:
+            values = [o.value for o in (*work.operands, *work.results)]
+            columns.append(frozenset([place.work_column(work.eqn), *map(place.value_column, values)]))
+        for use in classes.uses:
+            columns.append(frozenset([place.value_column(use.value), *(place.work_column(e) for e, _ in use.readers)]))
+        members: dict[tuple[int, ...], list[int]] = {}
+        for number, found in enumerate(columns):
+            members.setdefault(tuple(sorted(found - {nothing})), []).append(number)
+        self._groups = [_Group(key, np.array(found, dtype=np.int64), place) for key, found in members.items()]
+        self.groups = len(self._groups)
+
+    # Rows -----------------------------------------------------------------------------------------------------------
+
+    def rows(self, index: NDArray[np.int32]) -> Array:
+        """[groups, layouts] the row of each group, computed where it is new.
+
+        Args:
+            index: [layouts, mesh axes + 1] from `Placements`.
+        """
+        found = np.empty((len(self._groups), len(index)), dtype=np.int64)
+        total = len(self.compute_s)
+        fresh: list[tuple[_Group, Array]] = []
+        for g, group in enumerate(self._groups):
+            found[g], first = group.rows(index, total)
+            if len(first):
+                fresh.append((group, first))
+                total += len(first)
+        if fresh:
+            self._compute(index, fresh)
+        return found
+
+    def _compute(self, index: NDArray[np.int32], fresh: Sequence[tuple[_Group, Array]]) -> None:
+        """Computes new rows: all classes of their groups, as flat arrays."""
+        start = len(self.compute_s)
+        row, number, layout = [], [], []
+        for group, first in fresh:
+            new = np.arange(start, start + len(first))
+            start += len(first)
+            row.append(np.repeat(new, len(group.members)))
+            layout.append(np.repeat(first, len(group.members)))
+            number.append(np.tile(group.members, len(first)))
+        rows, numbers, at = np.concatenate(row), np.concatenate(number), index[np.concatenate(layout)]
+        grown = start - len(self.compute_s)
+        self.compute_s = np.concatenate([self.compute_s, np.zeros(grown)])
+        empty = np.zeros((grown, self._slots))
+        self.count = np.concatenate([self.count, empty])
+        self.full_bytes = np.concatenate([self.full_bytes, empty])
+        self.sent_bytes = np.concatenate([self.sent_bytes, empty])
+        is_work = numbers < len(self._works)
+        held: list[tuple[Array, Array, Array]] = []
+        if is_work.any():
+            held.append(self._compute_works(numbers[is_work], rows[is_work], at[is_work]))
+        if not is_work.all():
+            held.append(self._compute_uses(numbers[~is_work] - len(self._works), rows[~is_work], at[~is_work]))
+        added = slice(start - grown, start)
+        latency_s = self.count[added] @ self.links.latency_s
+        self.comm_s = np.concatenate([self.comm_s, latency_s + self.full_bytes[added] @ self.links.s_per_byte])
+        self._held.add(start, *(np.concatenate([part[i] for part in held]) for i in range(3)))
+
+    def held(self, rows: Array) -> tuple[Array, Array, Array]:
+        """(layout, memory column, bytes) of what the classes hold beside the values themselves.
+
+        Columns: the classes of works, then `copy_columns`.
+        """
+        return self._held.of(rows)
+
+    def _placed(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, Placed]:
+        """[n, axes] dimensions, and [n] orders, of one column for each entry."""
+        rows = self._placements.rows
+        dims = [rows[a].array[at[:, a], columns] for a in range(len(rows) - 1)]
+        placed = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), dtype=np.int8)
+        return placed, rows[-1].array[at[:, -1], columns]
+
+    def _want(
+        self, reads: _Reads, entry: Array, work: Placed, work_order: Placed, have: Placed, order: Placed
+    ) -> tuple[Placed, Placed]:
+        """The spec in which the work reads operands; open loops read them as they are."""
+        pad = reads.dim_of_loop.shape[1] - 1
+        want = np.take_along_axis(reads.dim_of_loop[entry], np.where(work >= 0, work, pad).astype(np.int64), axis=1)
+        opened = np.flatnonzero((work == OPEN).any(axis=1))
+        if len(opened):
+            want, work_order = want.copy(), work_order.copy()
+            mine, theirs = want[opened], have[opened]
+            taken = (mine[:, :, None] == theirs[:, None, :]).any(axis=1)  # by dimension of each axis of `theirs`
+            inherit = (mine < 0) & (theirs >= 0) & ~taken
+            want[opened] = np.where(inherit, theirs, mine)
+            some = inherit.any(axis=1)
+            work_order[opened[some]] = order[opened[some]]
+        uneven = np.flatnonzero(reads.uneven[entry])
+        if len(uneven):
+            want = want.copy()
+            want[uneven] = self._even(want[uneven], reads.sizes[entry[uneven]])
+        return want, work_order
+
+    def _even(self, placed: Placed, sizes: Array) -> Placed:
+        """Without the axes of dimensions that they do not divide together."""
+        pieces = np.ones_like(sizes)
+        for axis, size in enumerate(self._placements.sizes):
+            some = np.flatnonzero(placed[:, axis] >= 0)
+            pieces[some, placed[some, axis]] *= size
+        bad = sizes % pieces != 0
+        dims = np.maximum(placed, 0).astype(np.int64)
+        return np.where((placed >= 0) & np.take_along_axis(bad, dims, axis=1), np.int8(-1), placed)
+
+    def _compute_works(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
+        devices = self.specs.devices
+        work, work_order = self._placed(at, self._work_column[number])
+        arithmetic_s = self._work_flops[number] / devices[self.specs.mask(work)] / self._work_rate[number]
+        moves = Moves()
+
+        owner, entry = self._operands_of.of(number)
+        have, order = self._placed(at[owner], self._operands.value[entry])
+        want, _ = self._want(self._operands, entry, work[owner], work_order[owner], have, order)
+        local = self._operands.bytes[entry] // devices[self.specs.mask(want)]
+        traffic = _sum_by(owner, local, len(number))
+
+        owner, entry = self._results_of.of(number)
+        results, value_bytes = self._results, self._results.bytes[entry]
+        mine = work[owner]
+        pad = results.dim_of_loop.shape[1] - 1
+        raw = np.take_along_axis(results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1)
+        local = value_bytes // devices[self.specs.mask(raw)]
+        traffic += _sum_by(owner, local, len(number))
+        stored, order = self._placed(at[owner], results.value[entry])
+        target, order = _left_open(raw, work_order[owner], stored, order)
+        loops = np.where(mine >= 0, mine, pad).astype(np.int64)
+        partial = np.take_along_axis(self._reduced[number[owner]], loops, axis=1)
+        split: Array = partial @ (1 << np.arange(partial.shape[1]))
+        before = self.specs.number(raw, work_order[owner])
+        after = self.specs.number(target, order)
+        scattered: Array = split & self.specs.mask(target) if self._reduce_scatter else np.zeros_like(split)
+        moves.add("all_reduce", owner, split & ~scattered, local)
+        moves.add("reduce_scatter", owner, scattered, local)
+        sliced = self.specs.number(np.where(partial, np.int8(-1), target), order)
+        moves.reshard(self.specs, owner, value_bytes, before, sliced)
+        extra = _sum_by(owner, np.where((split != 0) | (before != after), local, 0), len(number))
+
+        traffic_s = traffic * self._work_traffic[number] / self._hardware.memory_bytes_per_s
+        times = self._work_times[number]
+        np.add.at(self.compute_s, row, times * np.maximum(arithmetic_s, traffic_s))
+        self._add_moves(moves, row, times)
+        some = np.flatnonzero(extra)
+        return row[some], number[some], extra[some].astype(np.int64)
+
+    def _compute_uses(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
+        devices = self.specs.devices
+        owner, entry = self._readers_of.of(number)
+        readers, value_bytes = self._readers, self._readers.bytes[entry]
+        have, order = self._placed(at[owner], readers.value[entry])
+        work, work_order = self._placed(at[owner], readers.work[entry])
+        want, want_order = self._want(readers, entry, work, work_order, have, order)
+        before, after = self.specs.number(have, order), self.specs.number(want, want_order)
+        moves = Moves()
+
+        pad = readers.dim_of_loop.shape[1] - 1
+        loops = np.where(work >= 0, work, pad).astype(np.int64)
+        halo = np.take_along_axis(self._permuted[entry], loops, axis=1) @ (1 << np.arange(work.shape[1]))
+        moves.add("collective_permute", owner, halo, value_bytes // devices[self.specs.mask(have)])
+
+        differ = np.flatnonzero(before != after)  # each spec that is wanted is paid once
+        differ = differ[np.lexsort((after[differ], owner[differ]))]
+        key = np.stack([owner[differ], after[differ]])
+        start = np.flatnonzero(np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)])[: len(differ)])
+        first = differ[start]
+        moves.reshard(self.specs, owner[first], value_bytes[first], before[first], after[first])
+        self._add_moves(moves, row, self._uses_times[number])
+        if not len(first):
+            empty = np.zeros(0, dtype=np.int64)
+            return empty, empty, empty
+        shared = np.bitwise_or.reduceat(self._reader_bit[entry[differ]], start)
+        held = value_bytes[first] // devices[self.specs.mask(want[first])]
+        columns = self._copies(number[owner[first]], shared)
+        return row[owner[first]], columns, held
+
+    def _copies(self, uses: Array, readers: Array) -> Array:
+        """Memory columns of copies."""
+        found = np.empty(len(uses), dtype=np.int64)
+        for i, key in enumerate(zip(uses.tolist(), readers.tolist(), strict=True)):
+            column = self._copy_column.get(key)
+            if column is None:
+                column = self._copy_column[key] = len(self._copy_column)
+                self.copy_columns.uses.append(key[0])
+                self.copy_columns.readers.append(key[1])
+            found[i] = column
+        return found + len(self._works)
+
+    def _add_moves(self, moves: Moves, row: Array, times: NDArray[np.float64]) -> None:
+        owner, slot, full_bytes = moves.arrays()
+        if len(owner):
+            target, weight = (row[owner], slot), times[owner]
+            np.add.at(self.count, target, weight)
+            np.add.at(self.full_bytes, target, weight * full_bytes)
+            np.add.at(self.sent_bytes, target, weight * self.links.sent_bytes(slot, full_bytes))
+
+
+class _Group:
+    """Classes with the same columns."""
+
+    def __init__(self, columns: tuple[int, ...], members: Array, placements: Placements) -> None:
+        self.columns = np.array(columns, dtype=np.int64)
+        self.members = members
+        self._placements = placements
+        self._outcomes = [_Outcomes() for _ in placements.rows]
+        self._folds = [_Fold() for _ in placements.rows]
+        self._shares, self._ordered = np.zeros(0, dtype=bool), False
+        self._rows = np.zeros(0, dtype=np.int64)
+
+    def rows(self, index: NDArray[np.int32], total: int) -> tuple[Array, Array]:
+        """[layouts] rows, and for those that are new (numbered from `total` on) the first layout that has them."""
+        number = np.zeros(len(index), dtype=np.int64)
+        *axes, order = range(len(self._outcomes))
+        for a in axes:
+            mine = self._outcomes[a].of(self._placements.rows[a].array, self.columns)[index[:, a]]
+            number = self._folds[a].of(number, mine) if a else mine
+        fresh = np.flatnonzero(number >= len(self._shares))
+        if len(fresh):
+            self._learn_shares(index[fresh], number[fresh])
+        if self._ordered:
+            mine = self._outcomes[order].of(self._placements.rows[order].array, self.columns)[index[:, order]]
+            mine = np.where(self._shares[number], mine, 0)
+        else:
+            mine = np.zeros(1, dtype=np.int64)
+        number = self._folds[order].of(number, mine)
+        known = len(self._rows)
+        fresh = np.flatnonzero(number >= known)
+        if not len(fresh):
+            return self._rows[number], fresh
+        new, first = np.unique(number[fresh], return_index=True)
+        self._rows = np.concatenate([self._rows, total + np.arange(len(new))])
+        return self._rows[number], fresh[first]
+
+    def _learn_shares(self, index: NDArray[np.int32], number: Array) -> None:
+        """For new outcomes of all mesh axes: True where two of them share a dimension, so that their order counts."""
+        new, first = np.unique(number, return_index=True)
+        shares = np.zeros(len(new), dtype=bool)
+        rows = self._placements.rows[:-1]
+        for a in range(len(rows)):
+            for b in range(a):
+                one = rows[a].array[index[first, a]][:, self.columns]
+                other = rows[b].array[index[first, b]][:, self.columns]
+                shares |= ((one == other) & (one >= 0)).any(axis=1)
+        self._shares = np.concatenate([self._shares, shares])
+        self._ordered = self._ordered or bool(shares.any())
+
+
+class _Outcomes:
+    """Numbers what the rows of one mesh axis say of a few columns."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._of_row = np.zeros(0, dtype=np.int64)
+
+    def of(self, rows: NDArray[np.int8], columns: Array) -> Array:
+        """[rows] outcome of each row."""
+        known = len(self._of_row)
+        if known < len(rows):
+            found = np.ascontiguousarray(rows[known:, columns])
+            numbers = self._numbers
+            new = [numbers.setdefault(row.tobytes(), len(numbers)) for row in found]
+            self._of_row = np.concatenate([self._of_row, np.array(new, dtype=np.int64)])
+        return self._of_row
+
+
+class _Fold:
+    """Numbers pairs of numbers."""
+
+    def __init__(self) -> None:
+        self._table = np.full((1, 1), -1, dtype=np.int64)
+        self._count = 0
+
+    def of(self, left: Array, right: Array) -> Array:
+        """[n] numbers of the pairs; new ones are numbered on."""
+        height, width = int(left.max(initial=-1)) + 1, int(right.max(initial=-1)) + 1
+        if height > self._table.shape[0] or width > self._table.shape[1]:
+            shape = (max(2 * height, self._table.shape[0]), max(2 * width, self._table.shape[1]))
+            grown = np.full(shape, -1, dtype=np.int64)
+            grown[: self._table.shape[0], : self._table.shape[1]] = self._table
+            self._table = grown
+        found = self._table[left, right]
+        if len(found) and found.min() < 0:
+            width = self._table.shape[1]
+            missing = np.unique((left * width + right)[found < 0])
+            self._table.ravel()[missing] = self._count + np.arange(len(missing))
+            self._count += len(missing)
+            found = self._table[left, right]
+        return found
+
+
+class _Held:
+    """(row, memory column, bytes), listed by row."""
+
+    def __init__(self) -> None:
+        self._start = np.zeros(1, dtype=np.int64)
+        self._column, self._bytes = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+    def add(self, rows: int, row: Array, column: Array, held: Array) -> None:
+        """Adds what new rows hold; `rows` is the number of rows there are then."""
+        order = np.argsort(row, kind="stable")
+        first = len(self._start) - 1
+        counts = np.bincount(row - first, minlength=rows - first)
+        self._start = np.concatenate([self._start, self._start[-1] + np.cumsum(counts)])
+        self._column = np.concatenate([self._column, column[order]])
+        self._bytes = np.concatenate([self._bytes, held[order]])
+
+    def of(self, rows: Array) -> tuple[Array, Array, Array]:
+        """(layout, column, bytes) of [groups, layouts] rows."""
+        flat = rows.ravel()
+        counts = self._start[flat + 1] - self._start[flat]
+        some = np.flatnonzero(counts)
+        counts = counts[some]
+        owner = np.repeat(some, counts)
+        first = np.cumsum(counts) - counts
+        entry = np.arange(len(owner)) - np.repeat(first, counts) + self._start[flat[owner]]
+        return owner % rows.shape[1], self._column[entry], self._bytes[entry]
+
+
+def _left_open(raw: Placed, raw_order: Placed, stored: Placed, order: Placed) -> tuple[Placed, Placed]:
+    """The spec in which results are stored; dimensions left open keep what the work gives them."""
+    opened = np.flatnonzero((stored == OPEN).any(axis=1))
+    if not len(opened):
+        return stored, order
+    target, order = stored.copy(), order.copy()
+    mine, theirs = stored[opened], raw[opened]
+    taken = (mine[:, :, None] == theirs[:, None, :]).any(axis=1)
+    inherit = (mine < 0) & (theirs >= 0) & ~taken
+    target[opened] = np.where(inherit, theirs, mine)
+    some = inherit.any(axis=1)
+    order[opened[some]] = raw_order[opened[some]]
+    return target, order
+
+
+def _sum_by(owner: Array, amounts: Array, count: int) -> NDArray[np.float64]:
+    """[count] sums of the amounts of each owner."""
+    return np.bincount(owner, amounts, count).astype(np.float64)
+
+
+def _loops_of_kind(kinds: Iterable[tuple[LoopKind, ...]], kind: LoopKind, max_loops: int) -> NDArray[np.bool_]:
+    """[n, loops + 1] True where a loop is of a kind; the last column is no loop."""
+    found = [[k is kind for k in of] + [False] * (max_loops + 1 - len(of)) for of in kinds]
+    return np.array(found, dtype=bool).reshape(-1, max_loops + 1)
