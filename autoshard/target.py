@@ -228,8 +228,8 @@ def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
     Raises:
         TargetError: If there is no such target, or the mesh does not match it.
 
-    >>> target("cpu:8", "data=4,model=2").shape
-    OrderedDict({'data': 4, 'model': 2})
+    >>> dict(target("cpu:8", "data=4,model=2").shape)
+    {'data': 4, 'model': 2}
     """
     wanted = parse_target(name)
     axes = parse_axes(mesh) if isinstance(mesh, str) else dict(mesh)

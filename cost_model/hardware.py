@@ -8,7 +8,7 @@ the devices themselves go into a `Hardware` of one's own, kept as a JSON file (`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +52,7 @@ class Hardware:
         memory_bytes: Its size.
         link: The link of every mesh axis not in `links`.
         links: Links of particular mesh axes.
+        dcn: The link of mesh axes that leave a TPU slice or a GPU host; None where it is not known.
         efficiency: Share of the peak that real contractions reach, 0 < efficiency <= 1.
         overlap: Share of the shorter of compute and communication that the longer one hides, 0 to 1.
         source: Where the numbers come from.
@@ -66,6 +67,7 @@ class Hardware:
     efficiency: float = 1.0
     overlap: float = 0.0
     source: str = ""
+    dcn: Link | None = None
 
     def __post_init__(self) -> None:
         where = f"Hardware {self.name!r}"
@@ -108,6 +110,11 @@ class Hardware:
         50000000000.0
         """
         return replace(self, links={**self.links, **links})
+
+    def with_far_axes(self, mesh_axes: Iterable[str]) -> Hardware:
+        """The same device with `dcn` as the link of these mesh axes, but for those whose link is given."""
+        dcn = self.dcn
+        return self if dcn is None else self.with_links({a: dcn for a in mesh_axes if a not in self.links})
 
     def to_json(self) -> str:
         """As JSON; `from_json` reads it back."""
@@ -166,8 +173,15 @@ _TPU = (
 )
 
 
+# Between slices, a chip's share of the data-centre network. v5e and v6e: Cloud TPU documentation, 6.4 and 25.6 Tbit/s a
+# pod of 256 chips. v5p: 'How to Scale Your Model', 6.25 GB/s. v4: PaLM section 4, 81 Tbit/s across pods of 6,144 chips
+# in all. Latency: none is published; that of NCCL's network step stands in. Memory: what the TPU compiler says is there
+# ("exceeds available HBM (15.75G)"), less than the 16, 32 and 96 GiB of the part.
+_NETWORK_STEP_S = 14e-6
+
+
 def _tpu(
-    name: str, bf16: float, int8: float, memory_bytes_per_s: float, gib: float, ici_bytes_per_s: float
+    name: str, bf16: float, int8: float, memory_bytes_per_s: float, gib: float, ici_bytes_per_s: float, dcn: float
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -178,19 +192,21 @@ def _tpu(
         efficiency=0.578,
         overlap=0.5,
         source=_TPU,
+        dcn=Link(alpha_s=_NETWORK_STEP_S, bytes_per_s=dcn),
     )
 
 
-tpu_v4 = _tpu("tpu_v4", 2.75e14, 2.75e14, 1.2e12, 32, 9e10)
-tpu_v5p = _tpu("tpu_v5p", 4.59e14, 9.18e14, 2.8e12, 96, 1.8e11)
-# 15.75 of the 16 GiB: what the TPU compiler says is there ("exceeds available HBM (15.75G)").
-tpu_v5e = _tpu("tpu_v5e", 1.97e14, 3.94e14, 8.1e11, 15.75, 9e10)
-tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 32, 1.8e11)
+tpu_v4 = _tpu("tpu_v4", 2.75e14, 2.75e14, 1.2e12, 30.75, 9e10, 1.65e9)
+tpu_v5p = _tpu("tpu_v5p", 4.59e14, 9.18e14, 2.8e12, 95.73, 1.8e11, 6.25e9)
+tpu_v5e = _tpu("tpu_v5e", 1.97e14, 3.94e14, 8.1e11, 15.75, 9e10, 3.125e9)
+tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 31.24, 1.8e11, 1.25e10)
 
 # GPUs: dense rates (no sparsity), SXM modules. XLA multiplies float32 in TF32 by default on these. NVLink: the
 # datasheets give both directions together; one device sends half of it. Step latency: NCCL's tuning table, ring over
-# NVLink with the Simple protocol, 3.4 us. These are the links inside one NVLink domain: use `with_links` for mesh axes
-# that leave it.
+# NVLink with the Simple protocol, 3.4 us; over a network, 14 us. `link` is inside one NVLink domain, `dcn` outside: a
+# GPU's own InfiniBand port in NVIDIA's DGX A100 (200 Gbit/s), DGX H100, H200 and B200 (400 Gbit/s). Memory: what CUDA
+# reports on these parts (see autoshard.target_parts).
+_HDR, _NDR = Link(_NETWORK_STEP_S, 2.5e10), Link(_NETWORK_STEP_S, 5e10)
 _NCCL = "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not measured"
 
 a100 = Hardware(
@@ -204,12 +220,13 @@ a100 = Hardware(
         "uint8": 6.24e14,
     },
     memory_bytes_per_s=2.039e12,
-    memory_bytes=80 * GIB,
+    memory_bytes=int(79.1 * GIB),
     link=Link(alpha_s=3.4e-6, bytes_per_s=3.0e11),
     # Narayanan et al. (2021), table 1: up to 52 % of peak on 3072 A100.
     efficiency=0.52,
     overlap=0.5,
     source=f"NVIDIA A100 datasheet, 80 GB SXM (600 GB/s NVLink); efficiency: Narayanan et al. (2021) table 1; {_NCCL}",
+    dcn=_HDR,
 )
 
 h100 = Hardware(
@@ -224,20 +241,39 @@ h100 = Hardware(
         "uint8": 1.979e15,
     },
     memory_bytes_per_s=3.35e12,
-    memory_bytes=80 * GIB,
+    memory_bytes=int(79.1 * GIB),
     link=Link(alpha_s=3.4e-6, bytes_per_s=4.5e11),
     # Llama 3 (2024), table 4: 38 to 43 % of the bfloat16 peak on 8,192 to 16,384 H100, communication included.
     efficiency=0.43,
     overlap=0.5,
     source=f"NVIDIA H100 datasheet, SXM (900 GB/s NVLink); efficiency: Llama 3 (2024) table 4; {_NCCL}",
+    dcn=_NDR,
 )
 
 h200 = replace(
     h100,
     name="h200",
     memory_bytes_per_s=4.8e12,
-    memory_bytes=int(141e9),
+    memory_bytes=int(139.8 * GIB),
     source=f"NVIDIA H200 datasheet, SXM (141 GB, 4.8 TB/s); all else as h100; {_NCCL}",
+)
+
+b200 = replace(
+    h100,
+    name="b200",
+    peak_flops_per_s={
+        "bfloat16": 2.25e15,
+        "float16": 2.25e15,
+        "float32": 1.1e15,
+        "float64": 3.7e13,
+        "float8": 4.5e15,
+        "int8": 4.5e15,
+        "uint8": 4.5e15,
+    },
+    memory_bytes_per_s=7.7e12,
+    memory_bytes=int(178.4 * GIB),
+    link=Link(alpha_s=3.4e-6, bytes_per_s=9.0e11),
+    source=f"NVIDIA HGX B200 datasheet (1.8 TB/s NVLink), dense rates; efficiency: that of h100, unmeasured; {_NCCL}",
 )
 
 # Fake CPU devices (`jax_num_cpu_devices`) share the cores, so these are rates per device while all 8 work, and "links"
@@ -258,7 +294,7 @@ cpu = Hardware(
     source="measured 2026-11-29 with `make bench`: 8 fake devices on 2 cores, jax 0.10.2; rates per device, all busy",
 )
 
-_PRESETS = (tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, a100, h100, h200, cpu)
+_PRESETS = (tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, a100, h100, h200, b200, cpu)
 PRESETS: Mapping[str, Hardware] = MappingProxyType({hardware.name: hardware for hardware in _PRESETS})
 
 # How `jax.Device.device_kind` starts, in lower case, longest first; jax calls v5e "TPU v5 lite" and v6e "TPU v6 lite".
@@ -269,6 +305,7 @@ _DEVICE_KINDS = (
     ("nvidia a100", a100),
     ("nvidia h100", h100),
     ("nvidia h200", h200),
+    ("nvidia b200", b200),
     ("tpu v5e", tpu_v5e),
     ("tpu v5p", tpu_v5p),
     ("tpu v6e", tpu_v6e),
