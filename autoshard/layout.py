@@ -200,6 +200,42 @@ class Problem:
         return tuple(able), tuple(size for _, size in loops), optimizer
 
 
+def bind(problem: Problem, rule: AxisRule) -> BoundRule:
+    """An axis rule as numbers.
+
+    Raises:
+        RuleError: If it names a mesh axis, a role or a scope that the problem does not have.
+    """
+    if rule.mesh_axis not in problem.mesh_axes:
+        raise RuleError(
+            f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has {dict(problem.mesh_axes)}. "
+            f"Use one of {list(problem.mesh_axes)}."
+        )
+    condition, _, other = rule.where.partition(" ")
+    if rule.where not in (EVERYWHERE, OPTIMIZER) and condition not in ("with", "without"):
+        raise RuleError(
+            f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' or 'without ROLE'."
+        )
+    return BoundRule(
+        role=_role_number(problem, rule.role, rule),
+        mesh_axis=rule.mesh_axis,
+        size=problem.mesh_axes[rule.mesh_axis],
+        last=rule.occurrence == "last",
+        optimizer=rule.where == OPTIMIZER,
+        needs=_role_number(problem, other, rule) if condition == "with" else None,
+        forbids=_role_number(problem, other, rule) if condition == "without" else None,
+    )
+
+
+def _role_number(problem: Problem, name: str, rule: AxisRule) -> int:
+    role = problem.roles.by_name(name)
+    if role is None:
+        names = [r.name for r in problem.roles.roles]
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:8]
+        raise RuleError(f"rule '{rule}' names role {name!r}, which this function does not have. Nearest: {near}.")
+    return role.index
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Axis rules bound to a problem: answers what the spec of any value or work is.
@@ -218,36 +254,7 @@ class Layout:
     _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bound", tuple(b for b in map(self._bind, self.rules) if b.size > 1))
-
-    def _bind(self, rule: AxisRule) -> BoundRule:
-        if rule.mesh_axis not in self.problem.mesh_axes:
-            raise RuleError(
-                f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has {dict(self.problem.mesh_axes)}. "
-                f"Use one of {list(self.problem.mesh_axes)}."
-            )
-        condition, _, other = rule.where.partition(" ")
-        if rule.where not in (EVERYWHERE, OPTIMIZER) and condition not in ("with", "without"):
-            raise RuleError(
-                f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' or 'without ROLE'."
-            )
-        return BoundRule(
-            role=self._role(rule.role, rule),
-            mesh_axis=rule.mesh_axis,
-            size=self.problem.mesh_axes[rule.mesh_axis],
-            last=rule.occurrence == "last",
-            optimizer=rule.where == OPTIMIZER,
-            needs=self._role(other, rule) if condition == "with" else None,
-            forbids=self._role(other, rule) if condition == "without" else None,
-        )
-
-    def _role(self, name: str, rule: AxisRule) -> int:
-        role = self.problem.roles.by_name(name)
-        if role is None:
-            names = [r.name for r in self.problem.roles.roles]
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:8]
-            raise RuleError(f"rule '{rule}' names role {name!r}, which this function does not have. Nearest: {near}.")
-        return role.index
+        object.__setattr__(self, "bound", tuple(b for rule in self.rules if (b := bind(self.problem, rule)).size > 1))
 
     def fit_signature(self, signature: Signature) -> Fit:
         """First-fit of a signature, remembered."""

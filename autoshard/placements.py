@@ -12,12 +12,12 @@ A row holds for each column (a signature, or a pinned value) the dimension that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.layout import BoundRule, Fit, Layout, Problem, first_fit
+from autoshard.layout import AxisRule, BoundRule, Fit, Layout, Problem, bind, first_fit
 from autoshard.program import Eqn, Value
 
 ABSENT = -1
@@ -92,6 +92,7 @@ class Placements:
         self._lists: tuple[dict[tuple[BoundRule, ...], int], ...] = tuple({} for _ in self.axes)
         self._row_of_list: tuple[list[int], ...] = tuple([] for _ in self.axes)
         self._rules_of_list: tuple[list[tuple[BoundRule, ...]], ...] = tuple([] for _ in self.axes)
+        self._bound: dict[AxisRule, BoundRule] = {}
         self._refitted: dict[tuple[int, int, bytes, bytes], int] = {}
         self._order_rows = tuple(self.rows[-1].add(self._order_row(i)) for i in range(len(self.orders)))
 
@@ -185,6 +186,48 @@ class Placements:
             order = self.orders.index(tuple(wanted))
         return [*(at.get(axis, opened) for axis in self.axes), order]
 
+    def of_rules(self, batch: Sequence[tuple[AxisRule, ...]]) -> NDArray[np.int32]:
+        """[rule lists, mesh axes + 1] the rows of many rule lists."""
+        index = np.empty((len(batch), len(self.axes) + 1), dtype=np.int32)
+        by_order: dict[int, list[int]] = {}
+        lists = np.empty((len(batch), len(self.axes)), dtype=np.int32)
+        for n, rules in enumerate(batch):
+            bound = [b for rule in rules if (b := self._bind(rule)).size > 1]
+            order = self._order_of(bound)
+            if order is None:
+                index[n] = self.of_layout(Layout(self.problem, rules))
+                continue
+            by_order.setdefault(order, []).append(n)
+            for axis, name in enumerate(self.axes):
+                lists[n, axis] = self.of_list(axis, tuple(rule for rule in bound if rule.mesh_axis == name))
+        for order, members in by_order.items():
+            index[members] = self.combine(lists[members], order)
+        return index
+
+    def _bind(self, rule: AxisRule) -> BoundRule:
+        if rule not in self._bound:
+            self._bound[rule] = bind(self.problem, rule)
+        return self._bound[rule]
+
+    def _order_of(self, rules: Sequence[BoundRule]) -> int | None:
+        """The first order of the mesh axes in which every role takes them; None where roles disagree."""
+        places: dict[int, dict[int, list[int]]] = {}
+        for place, rule in enumerate(rules):
+            places.setdefault(rule.role, {}).setdefault(self.axes.index(rule.mesh_axis), []).append(place)
+        before = set()
+        for of_axis in places.values():
+            for a, b in itertools.combinations(of_axis, 2):
+                if of_axis[a][-1] < of_axis[b][0]:
+                    before.add((a, b))
+                elif of_axis[b][-1] < of_axis[a][0]:
+                    before.add((b, a))
+                else:
+                    return None
+        if not before:
+            return 0
+        fits = (i for i, order in enumerate(self.orders) if all(order.index(a) < order.index(b) for a, b in before))
+        return next(fits, None)
+
     def combine(self, lists: NDArray[np.int32], order: int) -> NDArray[np.int32]:
         """[layouts, mesh axes + 1] the rows of layouts made of one list per mesh axis.
 
@@ -263,8 +306,3 @@ class Placements:
         kept[:, -1] = np.where(shared, index[:, -1], 0)
         return [tuple(row) for row in kept.tolist()]
 
-
-def bound_by_axis(rules: Iterable[BoundRule], axes: Sequence[str]) -> tuple[tuple[BoundRule, ...], ...]:
-    """The rules of each mesh axis, in order."""
-    kept = list(rules)
-    return tuple(tuple(rule for rule in kept if rule.mesh_axis == axis) for axis in axes)

@@ -23,7 +23,8 @@ from autoshard.partition import PartitionFailure, partition
 from autoshard.prepare import Prepared
 from autoshard.progress import Progress
 from autoshard.report import bytes_text, seconds_text
-from autoshard.search.proposer import Proposal, without_idle_rules
+from autoshard.search.proposer import Proposal
+from autoshard.search.shorten import Shortener
 from autoshard.search.storage import Evidence
 from autoshard.shrink import Shrunk, shrink
 from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial, Verified
@@ -100,6 +101,8 @@ class Race:
         not hold there, so the best of them are predicted by the fewest rules that give the same arguments.
         """
         entered = {c.trial.key for c in self.candidates}
+        shortener = Shortener(self.predictor.placements)
+        shortened: list[tuple[Proposal, Layout, str]] = []
         for proposal in proposals:
             for inside in (True, False):
                 layout = proposal.layout if inside else replace(proposal.layout, inside=False)
@@ -107,11 +110,14 @@ class Race:
                 if key in entered:
                     continue
                 entered.add(key)
-                own = proposal
-                if not inside and len(entered) <= ARGUMENTS_PREDICTED:
-                    layout = without_idle_rules(layout)
-                    own = replace(proposal, prediction=self.predictor.predict(replace(layout, inside=True)))
-                self._enter(own, layout, key)
+                if inside or len(entered) > ARGUMENTS_PREDICTED:
+                    self._enter(proposal, layout, key)
+                else:
+                    shortened.append((proposal, shortener.shorten(layout), key))
+        if shortened:
+            index = self.predictor.placements.of_rules([layout.rules for _, layout, _ in shortened])
+            for (proposal, layout, key), own in zip(shortened, self.predictor.predict_each(index), strict=True):
+                self._enter(replace(proposal, prediction=own), layout, key)
         self.candidates.sort(key=lambda c: c.proposal.order(self.budget_bytes))
 
     def _enter(self, proposal: Proposal, layout: Layout, key: str) -> None:

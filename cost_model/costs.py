@@ -75,11 +75,7 @@ class Costs:
     """Rows of class costs of one problem on one hardware.
 
     Attributes:
-        compute_s: [rows] seconds of compute, times how often each class runs.
-        comm_s: [rows] seconds of collectives, likewise.
-        count: [rows, slots] collectives by slot (see `Links`), times how often each class runs.
-        full_bytes: [rows, slots] bytes of their full values.
-        sent_bytes: [rows, slots] bytes that one device sends.
+        links: Seconds and bytes of collectives by slot.
         copy_columns: Which copies there are.
     """
 
@@ -99,8 +95,9 @@ class Costs:
         self._prepare_works(placements, classes.works, max_loops)
         self._prepare_uses(problem, placements, classes.uses, max_loops)
         self._group(classes)
-        self.compute_s, self.comm_s = np.zeros(0), np.zeros(0)
-        self.count, self.full_bytes, self.sent_bytes = (np.zeros((0, self._slots)) for _ in range(3))
+        self._count = 0
+        self._compute_s, self._comm_s = np.zeros(0), np.zeros(0)
+        self._calls, self._full_bytes, self._sent_bytes = (np.zeros((0, self._slots)) for _ in range(3))
         self.copy_columns = CopyColumns([], [])
         self._copy_column: dict[tuple[int, int], int] = {}
         self._held = _Held()
@@ -160,7 +157,7 @@ class Costs:
             index: [layouts, mesh axes + 1] from `Placements`.
         """
         found = np.empty((len(self._groups), len(index)), dtype=np.int64)
-        total = len(self.compute_s)
+        total = self._count
         fresh: list[tuple[_Group, Array]] = []
         for g, group in enumerate(self._groups):
             found[g], first = group.rows(index, total)
@@ -173,7 +170,7 @@ class Costs:
 
     def _compute(self, index: NDArray[np.int32], fresh: Sequence[tuple[_Group, Array]]) -> None:
         """Computes new rows: all classes of their groups, as flat arrays."""
-        start = len(self.compute_s)
+        start = self._count
         row, number, layout = [], [], []
         for group, first in fresh:
             new = np.arange(start, start + len(first))
@@ -182,22 +179,43 @@ class Costs:
             layout.append(np.repeat(first, len(group.members)))
             number.append(np.tile(group.members, len(first)))
         rows, numbers, at = np.concatenate(row), np.concatenate(number), index[np.concatenate(layout)]
-        grown = start - len(self.compute_s)
-        self.compute_s = np.concatenate([self.compute_s, np.zeros(grown)])
-        empty = np.zeros((grown, self._slots))
-        self.count = np.concatenate([self.count, empty])
-        self.full_bytes = np.concatenate([self.full_bytes, empty])
-        self.sent_bytes = np.concatenate([self.sent_bytes, empty])
-        is_work = numbers < len(self._works)
+        first, self._count = self._count, start
+        if start > len(self._compute_s):
+            room = max(start, 2 * len(self._compute_s), 256)
+            self._compute_s, self._comm_s = _grown(self._compute_s, room), _grown(self._comm_s, room)
+            self._calls, self._full_bytes, self._sent_bytes = (
+                _grown(table, room) for table in (self._calls, self._full_bytes, self._sent_bytes)
+            )
+        is_work: NDArray[np.bool_] = numbers < len(self._works)
         held: list[tuple[Array, Array, Array]] = []
         if is_work.any():
             held.append(self._compute_works(numbers[is_work], rows[is_work], at[is_work]))
         if not is_work.all():
             held.append(self._compute_uses(numbers[~is_work] - len(self._works), rows[~is_work], at[~is_work]))
-        added = slice(start - grown, start)
-        latency_s = self.count[added] @ self.links.latency_s
-        self.comm_s = np.concatenate([self.comm_s, latency_s + self.full_bytes[added] @ self.links.s_per_byte])
+        added = slice(first, start)
+        latency_s = self._calls[added] @ self.links.latency_s
+        self._comm_s[added] = latency_s + self._full_bytes[added] @ self.links.s_per_byte
         self._held.add(start, *(np.concatenate([part[i] for part in held]) for i in range(3)))
+
+    @property
+    def compute_s(self) -> NDArray[np.float64]:
+        """[rows] seconds of compute, times how often each class runs."""
+        return self._compute_s[: self._count]
+
+    @property
+    def comm_s(self) -> NDArray[np.float64]:
+        """[rows] seconds of collectives, likewise."""
+        return self._comm_s[: self._count]
+
+    @property
+    def calls(self) -> NDArray[np.float64]:
+        """[rows, slots] collectives by slot (see `Links`), likewise."""
+        return self._calls[: self._count]
+
+    @property
+    def sent_bytes(self) -> NDArray[np.float64]:
+        """[rows, slots] bytes that one device sends, likewise."""
+        return self._sent_bytes[: self._count]
 
     def held(self, rows: Array) -> tuple[Array, Array, Array]:
         """(layout, memory column, bytes) of what the classes hold beside the values themselves.
@@ -279,7 +297,7 @@ class Costs:
 
         traffic_s = traffic * self._work_traffic[number] / self._hardware.memory_bytes_per_s
         times = self._work_times[number]
-        np.add.at(self.compute_s, row, times * np.maximum(arithmetic_s, traffic_s))
+        np.add.at(self._compute_s, row, times * np.maximum(arithmetic_s, traffic_s))
         self._add_moves(moves, row, times)
         some = np.flatnonzero(extra)
         return row[some], number[some], extra[some].astype(np.int64)
@@ -330,9 +348,9 @@ class Costs:
         owner, slot, full_bytes = moves.arrays()
         if len(owner):
             target, weight = (row[owner], slot), times[owner]
-            np.add.at(self.count, target, weight)
-            np.add.at(self.full_bytes, target, weight * full_bytes)
-            np.add.at(self.sent_bytes, target, weight * self.links.sent_bytes(slot, full_bytes))
+            np.add.at(self._calls, target, weight)
+            np.add.at(self._full_bytes, target, weight * full_bytes)
+            np.add.at(self._sent_bytes, target, weight * self.links.sent_bytes(slot, full_bytes))
 
 
 class _Group:
@@ -469,6 +487,13 @@ def _left_open(raw: Placed, raw_order: Placed, stored: Placed, order: Placed) ->
     some = inherit.any(axis=1)
     order[opened[some]] = raw_order[opened[some]]
     return target, order
+
+
+def _grown(table: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
+    """The same table with room for so many rows."""
+    grown = np.zeros((rows, *table.shape[1:]))
+    grown[: len(table)] = table
+    return grown
 
 
 def _sum_by(owner: Array, amounts: Array, count: int) -> NDArray[np.float64]:

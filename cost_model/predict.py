@@ -107,23 +107,35 @@ class Predictor:
 
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of one layout (as if its constraints are stated inside; see `Layout.inside`)."""
-        index = self.placements.of_layout(layout)[None]
+        return self.predict_each(self.placements.of_layout(layout)[None])[0]
+
+    def predict_each(self, index: NDArray[np.int32]) -> list[Prediction]:
+        """Whole predictions of a few layouts; see `predict_many`."""
         rows = self._costs.rows(index)
         found = self._sum(index, rows)
-        count, sent = (table[rows[:, 0]].sum(axis=0) for table in (self._costs.count, self._costs.sent_bytes))
-        links = self._costs.links
-        named = sorted((KINDS[slot % len(KINDS)], links.axes[slot], slot) for slot in np.flatnonzero(count).tolist())
-        collectives = tuple(
-            Collective(kind, axes, round(float(count[slot])), round(float(sent[slot]))) for kind, axes, slot in named
-        )
-        return Prediction(
-            time_s=float(found.time_s[0]),
-            compute_s=float(found.compute_s[0]),
-            comm_s=float(found.comm_s[0]),
-            peak_bytes=int(found.peak_bytes[0]),
-            argument_bytes=self._argument_bytes(index),
-            collectives=collectives,
-            collective_bytes=sum(c.bytes for c in collectives),
+        calls, sent = (table[rows].sum(axis=0) for table in (self._costs.calls, self._costs.sent_bytes))
+        shares = self._peak.shares(index)
+        predictions = []
+        for n in range(len(index)):
+            collectives = self._collectives(calls[n], sent[n])
+            predictions.append(
+                Prediction(
+                    time_s=float(found.time_s[n]),
+                    compute_s=float(found.compute_s[n]),
+                    comm_s=float(found.comm_s[n]),
+                    peak_bytes=int(found.peak_bytes[n]),
+                    argument_bytes=self._argument_bytes(shares[n]),
+                    collectives=collectives,
+                    collective_bytes=sum(c.bytes for c in collectives),
+                )
+            )
+        return predictions
+
+    def _collectives(self, calls: NDArray[np.float64], sent: NDArray[np.float64]) -> tuple[Collective, ...]:
+        axes = self._costs.links.axes
+        named = sorted((KINDS[slot % len(KINDS)], axes[slot], slot) for slot in np.flatnonzero(calls).tolist())
+        return tuple(
+            Collective(kind, over, round(float(calls[slot])), round(float(sent[slot]))) for kind, over, slot in named
         )
 
     def predict_many(self, index: NDArray[np.int32]) -> Predictions:
@@ -158,8 +170,7 @@ class Predictor:
             np.ceil(peak).astype(np.int64),
         )
 
-    def _argument_bytes(self, index: NDArray[np.int32]) -> dict[str, int]:
-        share = self._peak.shares(index)[0]
+    def _argument_bytes(self, share: NDArray[np.float64]) -> dict[str, int]:
         total = dict.fromkeys((g.value for g in Group), 0)
         for (column, group), whole in self._arguments.items():
             total[group.value] += math.floor(whole * share[column])

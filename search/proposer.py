@@ -1,8 +1,8 @@
 """Stage 6: proposes candidates. One Optuna study per search, ask and tell, told the predicted time.
 
-Presets are enqueued first, then what coordinate descent finds from the best of them (one role's assignment or rank at
-a time, by the predictor); the sampler (TPE, multivariate) goes on from there, descent follows again, and the best two
-are refined with conditions, which the sampler does not see. The same effective layout is never predicted twice.
+Small spaces are enumerated. Otherwise descent from the best presets changes the rules of one mesh axis at a time, all
+changes predicted at once; the sampler goes on from there, descent follows again, and the best two are refined with
+conditions, which the sampler does not see. The same effective layout is never predicted twice.
 
 The objective is the predicted time; a candidate over the memory budget is told with its excess as a constraint.
 """
@@ -11,25 +11,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations, product
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import optuna
 
-from autoshard.constrain import constraints_for
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.search.presets import Preset, find_parts, presets
-from autoshard.search.space import RANKS, Point, Space, make_space, refinements
+from autoshard.search.shorten import Shortener
+from autoshard.search.space import (
+    Lists,
+    Point,
+    Space,
+    every_list,
+    exchanges,
+    make_space,
+    neighbours,
+    refinements,
+    rules_of,
+)
 from autoshard.search.storage import Evidence, open_study
 from autoshard.trial import Skipped
 
-ASKS = 120
-ROUNDS = 4
+ASKS = 40
+ASKED_AT_ONCE = 8
+ROUNDS = 12
+STARTS = 3
 REFINED = 2
 REFINEMENTS = 3
 WORTH = 0.01
 """Share of the step that a condition must save: a rule list that people review pays for each thing it says."""
+
+ENUMERATED = 6_000
+"""Spaces of at most so many rule lists are tried whole."""
+
+KEPT = 120
+"""Layouts that are returned, beside presets and the Pareto set of time and memory."""
 
 READABLE = 16
 SEARCH = "search"
@@ -58,23 +78,21 @@ class Proposal:
         return 0 if budget_bytes is None else max(0, self.prediction.peak_bytes - budget_bytes)
 
     def order(self, budget_bytes: int | None) -> tuple[int, float, int]:
-        """Order of candidates: those that fit by time, then the others by how far they are over the budget.
-
-        Times that differ by what the order of their sums does to floats are equal.
-        """
-        time_s = float(f"{self.prediction.time_s:.6g}")
-        return self.excess_bytes(budget_bytes), time_s, self.prediction.peak_bytes
+        """Order of candidates; see `cost`."""
+        return cost(self.prediction.time_s, self.prediction.peak_bytes, budget_bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """All distinct layouts proposed, best first, and the presets that were skipped.
+    """The best distinct layouts, best first, and the presets that were skipped.
 
     Attributes:
-        ranked: Those that fit the budget by predicted time, then the others by predicted peak.
+        ranked: Those that fit the budget by predicted time, then the others by how far they are over it; the Pareto set
+            of time and memory and all presets are among them.
         skipped: Presets that make no sense here.
         evidence: What the study already knows of candidates.
-        evaluations: How many predictions were made.
+        evaluations: How many distinct effective layouts were predicted.
+        enumerated: True if every rule list of the space was tried.
         interrupted: True if Ctrl-C ended the proposing early.
     """
 
@@ -82,7 +100,17 @@ class Proposals:
     skipped: tuple[Skipped, ...]
     evidence: Evidence
     evaluations: int
+    enumerated: bool = False
     interrupted: bool = False
+
+    @property
+    def pareto(self) -> tuple[Proposal, ...]:
+        """Layouts that no other one beats in both predicted time and peak memory, fastest first."""
+        kept: list[Proposal] = []
+        for proposal in sorted(self.ranked, key=lambda p: (p.prediction.time_s, p.prediction.peak_bytes)):
+            if not kept or proposal.prediction.peak_bytes < kept[-1].prediction.peak_bytes:
+                kept.append(proposal)
+        return tuple(kept)
 
 
 def propose(
@@ -95,6 +123,8 @@ def propose(
     study_name: str | None = None,
     seed: int = 0,
     asks: int = ASKS,
+    enumerate_at_most: int = ENUMERATED,
+    evaluations: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Proposals:
     """Proposes and predicts candidates.
@@ -108,6 +138,8 @@ def propose(
         study_name: Its name.
         seed: Of the sampler.
         asks: How many points the sampler is asked for.
+        enumerate_at_most: Spaces of at most so many rule lists are tried whole; 0 for none.
+        evaluations: Distinct layouts predicted at most; None for as many as it takes.
         on_progress: Called with (done, of).
 
     Returns:
@@ -117,190 +149,255 @@ def propose(
     parts = find_parts(problem)
     has_optimizer = any(p.name == "zero1" for p in named)
     space = make_space(problem, parts.residual if has_optimizer else ())
-    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=20)
+    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
     study = open_study(storage, study_name, {**identity, "space": repr(sorted(space.parameters()))}, sampler)
-    search = _Search(problem, predictor, space, study, budget_bytes)
+    search = _Search(problem, predictor, space, study, budget_bytes, evaluations)
     same = [
         Skipped(p.name, f"here it is the same layout as {first}")
         for p in named
         if (first := search.preset(p)) != p.name
     ]
-    interrupted = False
+    interrupted = enumerated = False
     try:
+        enumerated = search.enumerate(enumerate_at_most)
         search.run(asks, on_progress)
     except KeyboardInterrupt:
         interrupted = True
-    search.shorten()
-    return Proposals(search.ranked(), (*skipped, *same), Evidence(study), search.evaluations, interrupted)
+    ranked = search.proposals()
+    return Proposals(ranked, (*skipped, *same), Evidence(study), search.evaluations, enumerated, interrupted)
+
+
+@dataclass(eq=False, slots=True)
+class _Found:
+    """A distinct effective layout."""
+
+    rules: tuple[AxisRule, ...]
+    name: str
+    origin: str
+    index: tuple[int, ...]
+    time_s: float
+    peak_bytes: int
 
 
 class _Search:
     def __init__(
-        self, problem: Problem, predictor: Predictor, space: Space, study: optuna.Study, budget_bytes: int | None
+        self,
+        problem: Problem,
+        predictor: Predictor,
+        space: Space,
+        study: optuna.Study,
+        budget_bytes: int | None,
+        at_most: int | None,
     ) -> None:
         self._problem, self._predictor, self._space, self._study = problem, predictor, space, study
         self._budget_bytes = budget_bytes
-        self._found: dict[str, Proposal] = {}
-        self._count = 0
-        self.evaluations = 0
+        self._at_most = at_most
+        self._found: dict[tuple[int, ...], _Found] = {}
+        self._searched = 0
+
+    @property
+    def evaluations(self) -> int:
+        """Distinct effective layouts that were predicted."""
+        return len(self._found)
 
     def run(self, asks: int, on_progress: Callable[[int, int], None] | None) -> None:
         """What an earlier run found, descent from the best presets, the sampler, descent from the best of all."""
-        self.replay()
-        for start in self.best(3):
-            self.descend(start)
-        if self._space.roles:
-            for done in range(self.remaining(asks)):
-                self.ask()
-                if on_progress is not None:
-                    on_progress(done + 1, asks)
-            for start in self.best(2):
-                self.descend(start)
-            for start in self._unlike(self.best(len(self._found)), REFINED):
-                self.refine(start)
+        self._replay()
+        for start in self._unlike(self._ranked(), STARTS):
+            self._descend(start)
+        if any(self._space.able.values()):
+            self._ask(self._remaining(asks), asks, on_progress)
+            self._descend(self._ranked()[0])
+            for start in self._unlike(self._ranked(), REFINED):
+                self._descend(self._refine(start))
 
-    def _unlike(self, proposals: Iterable[Proposal], count: int) -> tuple[Proposal, ...]:
-        """The first few that do not move the same data as an earlier one."""
-        first: dict[object, Proposal] = {}
-        for proposal in proposals:
-            first.setdefault(proposal.prediction.collectives, proposal)
-        return tuple(first.values())[:count]
+    def enumerate(self, at_most: int) -> bool:
+        """Tries every rule list of a small space; False where the space is larger."""
+        by_axis = [every_list(self._space, axis, at_most) for axis in self._space.able]
+        orders = list(permutations(range(len(by_axis))))
+        total = len(orders)
+        for lists in by_axis:
+            total *= len(lists) if lists is not None else at_most + 1
+        if total > at_most or self._at_most is not None:
+            return False
+        every = product(*(lists for lists in by_axis if lists is not None))
+        self._evaluate([tuple(lists[i] for i in order) for lists in every for order in orders])
+        return True
 
-    def refine(self, start: Proposal) -> None:
+    # Predicting -----------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, batch: Iterable[Lists]) -> list[_Found]:
+        """Predicts layouts, those that are known already from memory; what is over the limit is left out."""
+        return self._evaluate_rules([rules_of(lists) for lists in batch], SEARCH)
+
+    def _evaluate_rules(self, batch: Sequence[tuple[AxisRule, ...]], origin: str, name: str = "") -> list[_Found]:
+        if not batch:
+            return []
+        placements = self._predictor.placements
+        index = placements.of_rules(batch)
+        keys = placements.keys(index)
+        left = len(batch) if self._at_most is None else max(0, self._at_most - len(self._found))
+        fresh: dict[tuple[int, ...], int] = {}
+        for number, key in enumerate(keys):
+            if key not in self._found and key not in fresh and len(fresh) < left:
+                fresh[key] = number
+        if fresh:
+            chosen = index[list(fresh.values())]
+            predictions = self._predictor.predict_many(chosen)
+            times, peaks = predictions.time_s.tolist(), predictions.peak_bytes.tolist()
+            for (key, number), row, time_s, peak in zip(fresh.items(), chosen.tolist(), times, peaks, strict=True):
+                self._searched += origin == SEARCH
+                called = name or f"search-{self._searched}"
+                self._found[key] = _Found(batch[number], called, origin, tuple(row), time_s, peak)
+        return [self._found[key] for key in keys if key in self._found]
+
+    def _cost(self, found: _Found) -> tuple[int, float, int]:
+        return cost(found.time_s, found.peak_bytes, self._budget_bytes)
+
+    def _ranked(self) -> list[_Found]:
+        """Everything found, best first; of equal predictions a preset, then fewer rules."""
+        return sorted(
+            self._found.values(),
+            key=lambda f: (*self._cost(f), f.origin == SEARCH, len(f.rules), list(map(str, f.rules))),
+        )
+
+    def _unlike(self, ranked: Iterable[_Found], count: int) -> list[_Found]:
+        """The first few that do not take as long as an earlier one."""
+        first: dict[object, _Found] = {}
+        for found in ranked:
+            first.setdefault(self._cost(found)[:2], found)
+            if len(first) == count:
+                break
+        return list(first.values())
+
+    # Stages ---------------------------------------------------------------------------------------------------------
+
+    def preset(self, preset: Preset) -> str:
+        """Evaluates a preset and tells the study of it where the space can express it; the name its layout has."""
+        found = self._evaluate_rules([preset.rules], f"preset:{preset.name}", preset.name)
+        if not found:
+            return preset.name
+        self._record(found[0])
+        return found[0].name
+
+    def _descend(self, start: _Found) -> _Found:
+        """Descent: the best change of one mesh axis' rules, axis by axis, then of two, until nothing improves."""
+        best = start
+        for _ in range(ROUNDS):
+            before = best
+            for axis in self._space.able:
+                lists = self._space.lists(best.rules)
+                best = min([best, *self._evaluate(neighbours(self._space, lists, axis))], key=self._cost)
+            if best is before:
+                lists = self._space.lists(best.rules)
+                best = min([best, *self._evaluate(exchanges(self._space, lists))], key=self._cost)
+            if best is before:
+                break
+        if best is not start:
+            self._record(best)
+        return best
+
+    def _refine(self, start: _Found) -> _Found:
         """Adds conditions and occurrences, the best one each time, until none buys enough to be worth reading."""
         best = start
         for _ in range(REFINEMENTS):
-            tried = [self._searched(rules) for rules in refinements(self._space, best.layout.rules)]
+            tried = self._evaluate_rules(list(refinements(self._space, best.rules)), SEARCH)
             found = min(tried, key=self._cost, default=best)
             excess, time_s, _ = self._cost(best)
             if self._cost(found)[:2] >= (excess, (1 - WORTH) * time_s):
                 break
             best = found
+        return best
 
-    def _evaluate(self, rules: Sequence[AxisRule], name: str, origin: str) -> Proposal:
-        layout = Layout(self._problem, tuple(rules))
-        key = layout.key()
-        if key not in self._found:
-            self.evaluations += 1
-            self._found[key] = Proposal(name, origin, layout, key, self._predictor.predict(layout))
-        return self._found[key]
+    # The study ------------------------------------------------------------------------------------------------------
 
-    def _searched(self, rules: Sequence[AxisRule]) -> Proposal:
-        before = len(self._found)
-        proposal = self._evaluate(rules, f"search-{self._count + 1}", SEARCH)
-        self._count += len(self._found) - before
-        return proposal
-
-    def preset(self, preset: Preset) -> str:
-        """Evaluates a preset and enqueues it where the space can express it; the name its layout has."""
-        proposal = self._evaluate(preset.rules, preset.name, f"preset:{preset.name}")
-        point = self._space.encode(preset.rules)
-        if point is not None:
-            self._record(point, proposal)
-        return proposal.name
-
-    def _record(self, point: Point, proposal: Proposal) -> None:
+    def _record(self, found: _Found) -> None:
+        """Tells the study of a layout that it did not ask for, where the space can express it."""
+        point = self._space.encode(self._space.lists(found.rules))
+        if point is None:
+            return
         self._study.enqueue_trial(dict(point), skip_if_exists=True)
-        waiting = self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.WAITING])
-        if waiting:
-            self._tell(self._study.ask(), proposal, point)
+        if self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.WAITING]):
+            trial = self._study.ask()
+            self._tell(trial, self._suggested(trial))
 
-    def _tell(self, trial: optuna.Trial, proposal: Proposal | None, expected: Point | None) -> None:
-        point = {
-            name: trial.suggest_categorical(name, list(choices)) for name, choices in self._space.parameters().items()
-        }
-        if proposal is None or point != expected:
-            proposal = self._searched(self._space.decode(cast(Point, point)))
-        trial.set_user_attr("key", proposal.key)
-        trial.set_user_attr("rules", [str(rule) for rule in proposal.layout.rules])
+    def _suggested(self, trial: optuna.Trial) -> Point:
+        choices = self._space.parameters()
+        return cast(Point, {name: trial.suggest_categorical(name, list(values)) for name, values in choices.items()})
+
+    def _tell(self, trial: optuna.Trial, point: Point) -> None:
+        found = self._evaluate([self._space.decode(point)])
+        if not found:
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return
+        trial.set_user_attr("rules", [str(rule) for rule in found[0].rules])
         if self._budget_bytes is not None:
-            trial.set_constraint("memory", float(proposal.prediction.peak_bytes - self._budget_bytes))
-        self._study.tell(trial, proposal.prediction.time_s)
+            trial.set_constraint("memory", float(found[0].peak_bytes - self._budget_bytes))
+        self._study.tell(trial, found[0].time_s)
 
-    def replay(self) -> None:
+    def _replay(self) -> None:
         """Takes in what an earlier run of this study asked for."""
-        for trial in self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE]):
-            if set(self._space.parameters()) <= set(trial.params):
-                self._searched(self._space.decode(cast(Point, trial.params)))
+        names = set(self._space.parameters())
+        trials = self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
+        self._evaluate([self._space.decode(cast(Point, t.params)) for t in trials if names <= set(t.params)])
 
-    def remaining(self, asks: int) -> int:
+    def _remaining(self, asks: int) -> int:
         """How many asks are left of the study's budget."""
         return max(0, asks - len(self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])))
 
-    def ask(self) -> None:
-        """Asks the sampler for one point and tells its predicted time."""
-        self._tell(self._study.ask(), None, None)
+    def _ask(self, count: int, of: int, on_progress: Callable[[int, int], None] | None) -> None:
+        """Asks the sampler for points, a few at once, and tells their predicted times."""
+        for start in range(0, count, ASKED_AT_ONCE):
+            trials = [self._study.ask() for _ in range(min(ASKED_AT_ONCE, count - start))]
+            points = [self._suggested(trial) for trial in trials]
+            self._evaluate([self._space.decode(point) for point in points])
+            for number, (trial, point) in enumerate(zip(trials, points, strict=True)):
+                self._tell(trial, point)
+                if on_progress is not None:
+                    on_progress(start + number + 1, of)
 
-    def _cost(self, proposal: Proposal) -> tuple[int, float, int]:
-        return proposal.order(self._budget_bytes)
+    # The answer -----------------------------------------------------------------------------------------------------
 
-    def ranked(self) -> tuple[Proposal, ...]:
-        """Everything found, best first; of equal predictions a preset, then fewer rules, then by key."""
-        return tuple(
-            sorted(
-                self._found.values(),
-                key=lambda p: (*self._cost(p), p.origin == SEARCH, len(p.layout.rules), p.key),
-            )
-        )
+    def proposals(self) -> tuple[Proposal, ...]:
+        """The best, all presets and the Pareto set, as proposals; the best searched ones without idle rules."""
+        ranked = self._ranked()
+        chosen = ranked[:KEPT] + [f for f in ranked[KEPT:] if f.origin != SEARCH] + _pareto(ranked)
+        shortener = Shortener(self._predictor.placements)
+        kept: dict[tuple[int, ...], _Found] = {}
+        for number, found in enumerate(dict.fromkeys(chosen)):
+            if number < READABLE and found.origin == SEARCH:
+                short = shortener.shorten(Layout(self._problem, found.rules))
+                again = self._evaluate_rules([short.rules], SEARCH, found.name)
+                if again and again[0].origin == SEARCH:
+                    found = replace(again[0], rules=short.rules)
+            kept.setdefault(found.index, found)
+        index = np.array([found.index for found in kept.values()], dtype=np.int32)
+        predictions = self._predictor.predict_each(index)
+        made = {}
+        for found, prediction in zip(kept.values(), predictions, strict=True):
+            layout = Layout(self._problem, found.rules)
+            made.setdefault(layout.key(), Proposal(found.name, found.origin, layout, layout.key(), prediction))
 
-    def shorten(self) -> None:
-        """The best of those that were searched lose the rules that do nothing, and are then often one of the others."""
-        for proposal in [p for p in self.ranked() if p.origin == SEARCH][:READABLE]:
-            short = without_idle_rules(proposal.layout)
-            if short.key() == proposal.key:
-                self._found[proposal.key] = replace(proposal, layout=short)
-            else:
-                del self._found[proposal.key]
-                self._evaluate(short.rules, proposal.name, SEARCH)
+        def order(proposal: Proposal) -> tuple[object, ...]:
+            fewest = len(proposal.layout.rules)
+            return (*proposal.order(self._budget_bytes), proposal.origin == SEARCH, fewest, proposal.key)
 
-    def best(self, count: int) -> tuple[Proposal, ...]:
-        """The best few that the space can express."""
-        return tuple(p for p in self.ranked() if self._space.encode(p.layout.rules) is not None)[:count]
-
-    def descend(self, start: Proposal) -> None:
-        """Coordinate descent from a proposal: the best change of one role at a time, until nothing improves."""
-        point = self._space.encode(start.layout.rules)
-        if point is None:
-            return
-        current, best = dict(point), start
-        for _ in range(ROUNDS):
-            improved = False
-            for name in self._neighbourhood(current):
-                for change in name:
-                    trial = {**current, **change}
-                    proposal = self._searched(self._space.decode(trial))
-                    if self._cost(proposal) < self._cost(best):
-                        current, best, improved = trial, proposal, True
-            if not improved:
-                break
-        if best is not start:
-            self._record(current, best)
-
-    def _neighbourhood(self, point: Mapping[str, str | int]) -> Iterable[list[dict[str, str | int]]]:
-        """For each role, its changes: another assignment at the front, at the back, or at the rank it has."""
-        for role in self._space.roles:
-            assign, rank = f"assign {role}", f"rank {role}"
-            ranks = {0, int(point[rank]), RANKS - 1}
-            yield [
-                {assign: choice, rank: level}
-                for choice in self._space.assignments[role]
-                for level in sorted(ranks if choice != "-" else {int(point[rank])})
-            ]
-        if self._space.optimizer_roles:
-            yield [{"optimizer": choice} for choice in self._space.parameters()["optimizer"]]
+        return tuple(sorted(made.values(), key=order))
 
 
-def without_idle_rules(layout: Layout) -> Layout:
-    """The same compiled program from as few of its rules: later ones go first, each that states nothing."""
+def _pareto(ranked: Iterable[_Found]) -> list[_Found]:
+    """Those that no other one beats in both time and peak memory."""
+    kept: list[_Found] = []
+    for found in sorted(ranked, key=lambda f: (f.time_s, f.peak_bytes)):
+        if not kept or found.peak_bytes < kept[-1].peak_bytes:
+            kept.append(found)
+    return kept
 
-    def stated(rules: tuple[AxisRule, ...]) -> object:
-        fewer = replace(layout, rules=rules)
-        return fewer.input_specs(), fewer.output_specs(), constraints_for(fewer)
 
-    rules = layout.rules
-    wanted = stated(rules)
-    for number in reversed(range(len(rules))):
-        fewer = rules[:number] + rules[number + 1 :]
-        if stated(fewer) == wanted:
-            rules = fewer
-    return replace(layout, rules=rules)
+def cost(time_s: float, peak_bytes: int, budget_bytes: int | None) -> tuple[int, float, int]:
+    """What decides between predictions: those that fit by time, then the others by how far they are over the budget.
+
+    Times that differ by what the order of their sums does to floats are equal.
+    """
+    excess = 0 if budget_bytes is None else max(0, peak_bytes - budget_bytes)
+    return excess, float(f"{time_s:.6g}"), peak_bytes

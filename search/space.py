@@ -1,9 +1,10 @@
-"""The search space: which roles may go to which mesh axes, and its encoding as Optuna parameters.
+"""The search space: an ordered list of roles for each mesh axis, and its encoding as Optuna parameters.
 
-A point gives each role an assignment (no mesh axis, one, or several in order) and a rank; rules are listed by rank,
-then by role. A last parameter sends the parameters' axes to mesh axes in the optimizer state alone (ZeRO-1). Different
-points may be the same effective layout: `Layout.key` tells. Rules that hold under a condition only, or take the last
-occurrence, are no points: `refinements` lists them around a good layout.
+A layout is one rule list per mesh axis, and the order of the mesh axes, which says who takes a dimension first where
+two meet (`Placements`). In the study a parameter per mesh axis and role says where in its list the role stands (0: not
+at all). A last parameter per mesh axis sends the parameters' axes to it in the optimizer state alone (ZeRO-1). Different
+points may be the same effective layout. Rules that hold under a condition only, or take the last occurrence, are no
+points: `refinements` lists them around a good layout.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 from autoshard.dims import NO_AXIS
 from autoshard.layout import EVERYWHERE, OPTIMIZER, AxisRule, Fit, Layout, Occurrence, Problem
 
-RANKS = 4
+PLACES = 4
 MAX_ROLES = 14
-NOTHING = "-"
 Point = Mapping[str, str | int]
+Lists = tuple[tuple[AxisRule, ...], ...]
+"""The rules of each mesh axis, mesh axes with the first claim first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,70 +31,170 @@ class Space:
     Attributes:
         problem: The problem.
         roles: Names of the roles that rules may use, largest first.
-        assignments: What a role may be sent to, as text: `-`, `data`, `data,model`.
+        able: By mesh axis with more than one device, the roles that it may split.
         optimizer_roles: Roles for the optimizer-state rule, in order.
     """
 
     problem: Problem
     roles: tuple[str, ...]
-    assignments: Mapping[str, tuple[str, ...]]
+    able: Mapping[str, tuple[str, ...]]
     optimizer_roles: tuple[str, ...]
 
     def parameters(self) -> dict[str, tuple[str | int, ...]]:
         """Name and choices of every Optuna parameter."""
         choices: dict[str, tuple[str | int, ...]] = {}
-        for role in self.roles:
-            choices[f"assign {role}"] = self.assignments[role]
-            choices[f"rank {role}"] = tuple(range(RANKS))
-        if self.optimizer_roles:
-            choices["optimizer"] = _orders(self.problem.mesh_axes)
+        for axis, roles in self.able.items():
+            for role in roles:
+                choices[f"{axis} {role}"] = tuple(range(PLACES + 1))
+            if self.optimizer_roles:
+                choices[f"{axis} (optimizer)"] = (0, 1)
+        if len(self.able) > 1:
+            choices["first"] = tuple(",".join(order) for order in permutations(self.able))
         return choices
 
-    def decode(self, point: Point) -> tuple[AxisRule, ...]:
-        """The rule list of a point."""
-        order = sorted(self.roles, key=lambda role: (point[f"rank {role}"], self.roles.index(role)))
-        rules = [
-            AxisRule(role, axis)
-            for role in order
-            for axis in str(point[f"assign {role}"]).split(",")
-            if axis != NOTHING
-        ]
-        over = str(point.get("optimizer", NOTHING))
-        if over != NOTHING:
-            rules += [AxisRule(r, a, where=OPTIMIZER) for r in self.optimizer_roles for a in over.split(",")]
-        return tuple(rules)
+    def decode(self, point: Point) -> Lists:
+        """The lists of a point."""
+        order = str(point["first"]).split(",") if len(self.able) > 1 else list(self.able)
+        lists = []
+        for axis in order:
+            places = {role: int(point[f"{axis} {role}"]) for role in self.able[axis]}
+            listed = sorted((role for role in places if places[role]), key=lambda r: (places[r], self.roles.index(r)))
+            rules = [AxisRule(role, axis) for role in listed]
+            if self.optimizer_roles and point[f"{axis} (optimizer)"]:
+                rules += self.of_optimizer(axis)
+            lists.append(tuple(rules))
+        return tuple(lists)
 
-    def encode(self, rules: Sequence[AxisRule]) -> Point | None:
-        """A point for a rule list, or None where the space has none that keeps the roles' order and axes."""
-        everywhere = [rule for rule in rules if rule.where == EVERYWHERE]
-        scoped = [rule for rule in rules if rule.where == OPTIMIZER]
-        if len(everywhere) + len(scoped) != len(rules) or any(rule.occurrence != "first" for rule in rules):
-            return None
-        axes: dict[str, list[str]] = defaultdict(list)
-        for rule in everywhere:
-            axes[rule.role].append(rule.mesh_axis)
-        point: dict[str, str | int] = {}
-        rank, previous = 0, -1
-        for role in axes:
-            if role not in self.roles or ",".join(axes[role]) not in self.assignments[role]:
+    def of_optimizer(self, axis: str) -> tuple[AxisRule, ...]:
+        """The rules that send the parameters' axes to a mesh axis in the optimizer state alone."""
+        return tuple(AxisRule(role, axis, where=OPTIMIZER) for role in self.optimizer_roles)
+
+    def encode(self, lists: Lists) -> Point | None:
+        """A point for lists, or None where the space has none that keeps the order of their roles."""
+        point: dict[str, str | int] = dict.fromkeys(self.parameters(), 0)
+        order = [rules[0].mesh_axis for rules in lists if rules]
+        if len(self.able) > 1:
+            order += [axis for axis in self.able if axis not in order]
+            point["first"] = ",".join(order)
+        for rules in lists:
+            if not rules:
+                continue
+            axis = rules[0].mesh_axis
+            plain, scoped = _plain(rules), tuple(r for r in rules if r.where == OPTIMIZER)
+            if plain + scoped != rules or scoped not in ((), self.of_optimizer(axis)):
                 return None
-            if self.roles.index(role) < previous:
-                rank += 1
-            previous = self.roles.index(role)
-            point[f"rank {role}"] = rank
-        if rank >= RANKS:
-            return None
-        for role in self.roles:
-            point.setdefault(f"rank {role}", RANKS - 1)
-            point[f"assign {role}"] = ",".join(axes[role]) if role in axes else NOTHING
-        if self.optimizer_roles:
-            over = tuple(dict.fromkeys(rule.mesh_axis for rule in scoped))
-            if {rule.role for rule in scoped} not in (set(), set(self.optimizer_roles)):
+            place, previous = 1, -1
+            for rule in plain:
+                if rule.role not in self.able[axis] or point[f"{axis} {rule.role}"]:
+                    return None
+                place += self.roles.index(rule.role) < previous
+                previous = self.roles.index(rule.role)
+                point[f"{axis} {rule.role}"] = place
+            if place > PLACES:
                 return None
-            point["optimizer"] = ",".join(over) or NOTHING
-        elif scoped:
-            return None
+            if scoped:
+                point[f"{axis} (optimizer)"] = 1
         return point
+
+    def lists(self, rules: Sequence[AxisRule]) -> Lists:
+        """The rules of each mesh axis; mesh axes in an order that keeps who is first in a role, where there is one."""
+        of_axis: dict[str, list[AxisRule]] = {axis: [] for axis in self.able}
+        place: dict[tuple[str, str], int] = {}
+        for number, rule in enumerate(rules):
+            if rule.mesh_axis in of_axis:
+                of_axis[rule.mesh_axis].append(rule)
+                place.setdefault((rule.role, rule.mesh_axis), number)
+
+        def disorder(order: tuple[str, ...]) -> int:
+            pairs = list(combinations(order, 2))
+            return sum(
+                place[role, b] < place[role, a]
+                for role in {r for r, _ in place}
+                for a, b in pairs
+                if (role, a) in place and (role, b) in place
+            )
+
+        order = min(permutations(self.able), key=disorder, default=())
+        return tuple(tuple(of_axis[axis]) for axis in order)
+
+
+def rules_of(lists: Lists) -> tuple[AxisRule, ...]:
+    """One rule list."""
+    return tuple(rule for rules in lists for rule in rules)
+
+
+def _plain(rules: Sequence[AxisRule]) -> tuple[AxisRule, ...]:
+    return tuple(rule for rule in rules if rule.where == EVERYWHERE and rule.occurrence == "first")
+
+
+def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
+    """Lists that differ in the rules of one mesh axis: one role more, less, another, alone or at another place.
+
+    Rules under a condition stay where they are.
+
+    Args:
+        space: Whose roles are used.
+        lists: Where to start.
+        axis: The mesh axis.
+    """
+    order = order_of(space, lists)
+    by_axis = dict(zip(order, lists, strict=True))
+    mine = by_axis[axis]
+    plain = [i for i, rule in enumerate(mine) if rule.where == EVERYWHERE]
+    listed = {mine[i].role for i in plain}
+    new = [AxisRule(role, axis) for role in space.able[axis] if role not in listed]
+
+    def made(rules: Sequence[AxisRule]) -> Lists:
+        return tuple(tuple(rules) if name == axis else by_axis[name] for name in order)
+
+    last = plain[-1] + 1 if plain else next((i for i, r in enumerate(mine) if r.where == OPTIMIZER), len(mine))
+    for rule in new:
+        for i in sorted({*plain, last}):
+            yield made((*mine[:i], rule, *mine[i:]))
+        for i in plain:
+            yield made((*mine[:i], rule, *mine[i + 1 :]))
+    for i in plain:
+        yield made((*mine[:i], *mine[i + 1 :]))
+    for i, j in combinations(plain, 2):
+        changed = list(mine)
+        changed[i], changed[j] = changed[j], changed[i]
+        yield made(changed)
+    if len(plain) > 1:
+        for i in plain:
+            yield made([rule for j, rule in enumerate(mine) if j == i or j not in plain])
+    if plain:
+        yield made([rule for j, rule in enumerate(mine) if j not in plain])
+    if space.optimizer_roles:
+        scoped = space.of_optimizer(axis)
+        rest = tuple(rule for rule in mine if rule.where != OPTIMIZER)
+        yield made(rest if len(rest) < len(mine) else (*mine, *scoped))
+
+
+def exchanges(space: Space, lists: Lists) -> Iterator[Lists]:
+    """Lists that differ in two mesh axes: they change rules, one role changes its mesh axis, or another one is first."""
+    order = order_of(space, lists)
+    for changed in permutations(range(len(order))):
+        if changed != tuple(range(len(order))):
+            yield tuple(lists[i] for i in changed)
+    for i, j in permutations(range(len(order)), 2):
+        source, target = order[i], order[j]
+        whole = tuple(replace(rule, mesh_axis=target) for rule in lists[i])
+        other = tuple(replace(rule, mesh_axis=source) for rule in lists[j])
+        if i < j and all(r.role in space.able[r.mesh_axis] for r in (*whole, *other)):
+            yield tuple(other if k == i else whole if k == j else rules for k, rules in enumerate(lists))
+        for rule in _plain(lists[i]):
+            moved = replace(rule, mesh_axis=target)
+            if rule.role in space.able[target] and moved not in lists[j]:
+                left = tuple(r for r in lists[i] if r != rule)
+                for there in ((moved, *lists[j]), (*_plain(lists[j]), moved, *lists[j][len(_plain(lists[j])) :])):
+                    yield tuple(left if k == i else there if k == j else rules for k, rules in enumerate(lists))
+
+
+def order_of(space: Space, lists: Lists) -> tuple[str, ...]:
+    """Mesh axis of each list; empty ones stand for those that are left, in mesh order."""
+    named = [rules[0].mesh_axis if rules else None for rules in lists]
+    left = iter(axis for axis in space.able if axis not in named)
+    return tuple(next(left) if name is None else name for name in named)
 
 
 def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisRule, ...]]:
@@ -105,7 +207,7 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
     but leaves it to the batch while tokens are still in sequences.
 
     Args:
-        space: Whose roles and assignments are used.
+        space: Whose roles are used.
         rules: Where to start.
     """
     problem = space.problem
@@ -128,9 +230,9 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
             for where in _conditions(problem, having[rule.role]):
                 yield (*rules[:i], replace(rule, where=where), *rules[i + 1 :])
     for name in space.roles:
-        for axis in space.assignments[name]:
+        for axis, roles in space.able.items():
             contested = [(present, fit) for present, fit in having[name] if any(axis in axes for axes in fit.spec)]
-            if axis in problem.mesh_axes and contested:
+            if name in roles and contested:
                 last = max((i for i, rule in enumerate(rules) if rule.role == name), default=-1)
                 for where in _conditions(problem, contested):
                     new = AxisRule(name, axis, where=where)
@@ -151,15 +253,6 @@ def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) 
                 yield f"{word} {problem.roles.roles[other].name}"
 
 
-def _orders(axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Every ordered choice of mesh axes with more than one device, as text; nothing first."""
-    names = [name for name, size in axes.items() if size > 1]
-    chosen = [NOTHING]
-    for length in range(1, min(len(names), 3) + 1):
-        chosen += [",".join(order) for order in permutations(names, length)]
-    return tuple(chosen)
-
-
 def make_space(problem: Problem, optimizer_roles: Sequence[str] = ()) -> Space:
     """The space of a problem: its largest roles that some mesh axis divides and no scan consumes.
 
@@ -177,24 +270,31 @@ def make_space(problem: Problem, optimizer_roles: Sequence[str] = ()) -> Space:
             for role in set(problem.roles.of_value[value.index]):
                 weight[role] += trips * value.bytes
     weight.pop(NO_AXIS, None)
-    assignments: dict[str, tuple[str, ...]] = {}
+    axes = {name: size for name, size in problem.mesh_axes.items() if size > 1}
+    divided: dict[str, list[str]] = {}
     for index in sorted(weight, key=lambda r: (-weight[r], r)):
-        role_of = problem.roles.roles[index]
-        if role_of.scanned or len(assignments) == MAX_ROLES:
-            continue
-        legal = tuple(
-            text
-            for text in _orders(problem.mesh_axes)
-            if text == NOTHING or any(_divides(size, text.split(","), problem.mesh_axes) for size in role_of.sizes)
-        )
-        if len(legal) > 1:
-            assignments[role_of.name] = legal
-    return Space(problem, tuple(assignments), assignments, tuple(optimizer_roles))
+        role = problem.roles.roles[index]
+        by = [axis for axis, size in axes.items() if any(s % size == 0 for s in role.sizes)]
+        if by and not role.scanned and len(divided) < MAX_ROLES:
+            divided[role.name] = by
+    able = {axis: tuple(role for role, by in divided.items() if axis in by) for axis in axes}
+    return Space(problem, tuple(divided), able, tuple(optimizer_roles))
 
 
-def _divides(size: int, axes: Sequence[str], mesh_axes: Mapping[str, int]) -> bool:
-    for axis in axes:
-        if size % mesh_axes[axis]:
-            return False
-        size //= mesh_axes[axis]
-    return True
+def every_list(space: Space, axis: str, at_most: int) -> list[tuple[AxisRule, ...]] | None:
+    """Every order of every choice of roles for one mesh axis, with and without its optimizer rules.
+
+    Returns:
+        The rule lists; None if there are more than `at_most`.
+    """
+    roles = space.able[axis]
+    found: list[tuple[AxisRule, ...]] = []
+    for length in range(len(roles) + 1):
+        for chosen in permutations(roles, length):
+            if len(found) > at_most:
+                return None
+            rules = tuple(AxisRule(role, axis) for role in chosen)
+            found.append(rules)
+            if space.optimizer_roles:
+                found.append(rules + space.of_optimizer(axis))
+    return found
