@@ -11,8 +11,8 @@ from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
 from autoshard.program import Body, Eqn, Value
 
 Buffer = tuple[Value, tuple[int, ...]]
-"""A value in memory, and in which order its dimensions lie there (major first); () for the order of its shape, and (~i,)
-for operand i of a product, broadcast to the product's shape."""
+"""A value in memory, and in which order its dimensions lie there, major first: () for the order of its shape, (~i,) for
+operand i of a product, broadcast to the product's shape."""
 
 MOVING = frozenset(
     {
@@ -73,7 +73,7 @@ def schedule(body: Body, backend: Backend) -> Schedule:
         reads: dict[Buffer, None] = {}
         inside: list[int] = []
         for number, value in enumerate(eqn.inputs):
-            found = {(value, ()): None}
+            found: dict[Buffer, None] = {(value, ()): None}
             if value in behind and (value not in fusion.stored or fusion.on_the_fly(eqn, number)):
                 found = behind[value]
                 inside += through[value]
