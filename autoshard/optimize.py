@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from autoshard.apply import rebinder
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
+from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.errors import (
@@ -124,7 +125,7 @@ def optimize(
         )
         for note in prepared.notes:
             reporter.say(note)
-        predictor = Predictor(problem, machine, call.donated, has_reduce_scatter=request.mesh.platform != "cpu")
+        predictor = Predictor(problem, machine, call.donated, backend_for(request.mesh.platform))
         started = time.monotonic()
         proposals = propose(
             problem,

@@ -58,12 +58,14 @@ class Uses:
     Attributes:
         value: One of them.
         readers: (equation, loops of the operand), one per kind of reader.
+        members: [values] their `Value.index`.
         spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind that reads a value.
         times: How often such a value is made per call.
     """
 
     value: Value
     readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
+    members: NDArray[np.int64]
     spans: NDArray[np.int64]
     times: float
 
@@ -92,7 +94,7 @@ class _Builder:
         works: dict[object, list[Eqn]] = {}
         work_times: dict[object, float] = defaultdict(float)
         uses: dict[object, list[dict[object, list[tuple[Eqn, tuple[int, ...]]]]]] = defaultdict(list)
-        value_of: dict[object, Value] = {}
+        values: dict[object, list[Value]] = defaultdict(list)
         use_times: dict[object, float] = defaultdict(float)
         numbers: dict[object, int] = {}
         of_eqn = np.full(len(self._problem.program.eqns), -1, dtype=np.int64)
@@ -111,11 +113,11 @@ class _Builder:
             for value, found in readers.items():
                 use_key = (self._seen(value), frozenset(found))
                 uses[use_key].append({kind: found[kind] for kind in sorted(found, key=repr)})
-                value_of.setdefault(use_key, value)
+                values[use_key].append(value)
                 use_times[use_key] += times
         return Classes(
             tuple(self._work(eqns[0], work_times[key]) for key, eqns in works.items()),
-            tuple(self._uses(value_of[key], members, use_times[key]) for key, members in uses.items()),
+            tuple(self._uses(values[key], members, use_times[key]) for key, members in uses.items()),
             of_eqn,
         )
 
@@ -153,11 +155,12 @@ class _Builder:
         return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), traffic, times)
 
     def _uses(
-        self, value: Value, members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]], times: float
+        self, values: Sequence[Value], members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]], times: float
     ) -> Uses:
         readers = tuple(found[0] for found in members[0].values())
+        indices = np.array([v.index for v in values])
         spans = [[(found[0][0].index, found[-1][0].index) for found in member.values()] for member in members]
-        return Uses(value, readers, np.array(spans).transpose(1, 0, 2), times)
+        return Uses(values[0], readers, indices, np.array(spans).transpose(1, 0, 2), times)
 
 
 def find_classes(problem: Problem) -> Classes:

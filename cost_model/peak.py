@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from autoshard.cost_model.classes import Classes
+from autoshard.cost_model.classes import Classes, Uses
 from autoshard.cost_model.costs import CopyColumns
 from autoshard.cost_model.memory import MemoryTable
 from autoshard.cost_model.moves import Array
@@ -40,7 +40,7 @@ class Peak:
         self._placements = placements
         self._columns = columns
         work = classes.of_eqn[table.point_eqn]
-        self._spans = [table.point_of[uses.spans] for uses in classes.uses]
+        self._spans = [_points(table, uses) for uses in classes.uses]
         kept = _vertices(np.concatenate([table.alive_bytes, self._states(len(work))], axis=1), work)
         self._points = kept
         self._alive = np.ascontiguousarray(table.alive_bytes[kept])
@@ -125,6 +125,13 @@ class Peak:
         begun = np.searchsorted(np.sort(first), self._points, side="right")
         ended = np.searchsorted(np.sort(last), self._points, side="left")
         return (begun - ended).astype(np.float64)
+
+
+def _points(table: MemoryTable, uses: Uses) -> NDArray[np.int64]:
+    """[kinds of reader, values, 2]: the first and the last point at which a copy for such readers is alive."""
+    points = np.sort(table.point_of[uses.spans], axis=2)
+    points[:, :, 0] = np.minimum(points[:, :, 0], table.copied_at[uses.members])
+    return points
 
 
 def _vertices(rows: NDArray[np.float64], work: Array) -> Array:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.classes import find_classes
 from autoshard.cost_model.collectives import collective_s, joint
 from autoshard.cost_model.costs import Costs
@@ -77,7 +78,7 @@ class Predictor:
     """
 
     def __init__(
-        self, problem: Problem, hardware: Hardware, donated: Sequence[bool], *, has_reduce_scatter: bool = True
+        self, problem: Problem, hardware: Hardware, donated: Sequence[bool], backend: Backend = ACCELERATOR
     ) -> None:
         """Builds the classes and the memory table.
 
@@ -85,19 +86,19 @@ class Predictor:
             problem: The problem.
             hardware: Rates and links.
             donated: For each argument leaf, whether it is donated.
-            has_reduce_scatter: False for backends that lower it to all_reduce and a slice (CPU).
+            backend: What fuses, in which order things run, which collectives there are.
         """
         self.problem = problem
         self.hardware = hardware
         self.placements = Placements(problem)
         classes = find_classes(problem)
-        self._costs = Costs(problem, hardware, classes, self.placements, reduce_scatter=has_reduce_scatter)
+        self._costs = Costs(problem, hardware, classes, self.placements, reduce_scatter=backend.has_reduce_scatter)
         columns: dict[int, int] = {}
         of_value = [columns.setdefault(self._column(v), len(columns)) for v in problem.program.values]
         self._arguments: Counter[tuple[int, Group]] = Counter()
         for value, group in zip(problem.program.body.inputs, problem.groups.of_input, strict=True):
             self._arguments[of_value[value.index], group] += value.bytes
-        table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index])
+        table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index], backend)
         self._peak = Peak(
             table, classes, np.array(list(columns), dtype=np.int64), self.placements, self._costs.copy_columns
         )

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout import AxisRule, Layout
@@ -58,7 +59,7 @@ class Setting:
 
     def predictor(self, hardware: Hardware) -> Predictor:
         """The predictor as `optimize` makes it for CPU devices."""
-        return Predictor(self.made.problem, hardware, self.made.traced.call.donated, has_reduce_scatter=False)
+        return Predictor(self.made.problem, hardware, self.made.traced.call.donated, CPU)
 
     def cases(self, hardware: Hardware, layouts: int, seed: int = 0) -> Iterator[Case]:
         """The presets, then up to `layouts` random layouts, all distinct."""

@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from autoshard.compile import build, compile_built
+from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
 from autoshard.cost_model.hardware import Hardware, Link, cpu, h100
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.layout import Layout
@@ -36,9 +37,9 @@ def but_for_the_loss(sent_bytes: float) -> Any:
     return pytest.approx(sent_bytes, abs=2 * F)
 
 
-def predict(made: Prepared, *rules: str, hardware: Hardware = h100, has_reduce_scatter: bool = True) -> Prediction:
+def predict(made: Prepared, *rules: str, hardware: Hardware = h100, backend: Backend = ACCELERATOR) -> Prediction:
     donated = made.traced.call.donated
-    predictor = Predictor(made.problem, hardware, donated, has_reduce_scatter=has_reduce_scatter)
+    predictor = Predictor(made.problem, hardware, donated, backend)
     return predictor.predict(layout_of(made, *rules))
 
 
@@ -74,7 +75,7 @@ def test_fully_sharded_gathers_each_weight_once_and_scatters_its_gradient() -> N
 
 def test_without_reduce_scatter_the_gradient_is_reduced_and_sliced() -> None:
     weights = F * (D * H + H * D)
-    found = moved(mlp_step, MLP, {"data": 8}, "x.0->data", "w1.0->data", "w2.1->data", has_reduce_scatter=False)
+    found = moved(mlp_step, MLP, {"data": 8}, "x.0->data", "w1.0->data", "w2.1->data", backend=CPU)
     assert found == {AG: ring(8, weights), AR: but_for_the_loss(2 * ring(8, weights + F * H))}
 
 
@@ -203,7 +204,7 @@ def evidence() -> dict[str, tuple[Prediction, CompiledEvidence]]:
     """Prediction and compiled program of every preset, on a scanned, rematerialised decoder."""
     args = decoder_args(batch=16, length=32, layers=2, d=64, ff=128)  # tokens per device at least d
     made = prepared(decoder_step, args, mesh_of(data=4, model=2), donate_argnums=(0, 1))
-    predictor = Predictor(made.problem, cpu, made.traced.call.donated, has_reduce_scatter=False)
+    predictor = Predictor(made.problem, cpu, made.traced.call.donated, CPU)
     found = {}
     for preset in presets(made.problem, predictor.sent_bytes)[0]:
         layout = Layout(made.problem, preset.rules)

@@ -1,0 +1,69 @@
+"""What differs between XLA's backends where memory and collectives are concerned: mechanisms, not factors.
+
+XLA:CPU as of jax 0.10 and 0.12, read off its buffer assignments and schedules (`--xla_dump_to`):
+
+- its scheduler runs whatever is ready first in, first out (breadth first), so that thunks can run concurrently;
+- a reduction is a library call that reads its operand from memory, as a contraction does;
+- it has no reduce_scatter: all_reduce, then a slice.
+
+The GPU and TPU compilers schedule for low memory, which the order of the program comes close to, fuse elementwise
+producers into reductions, and have a reduce_scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How a backend lowers what the model counts.
+
+    Attributes:
+        name: For people.
+        has_reduce_scatter: False where it becomes all_reduce and a slice.
+        breadth_first: True where equations run as soon as their operands are there; False: in program order.
+        fuses_into_reductions: True where a reduction computes what it reads on the fly.
+        copies_transposed: True where a contraction wants its operands with the contracted dimension in place (last on
+            the left, first on the right), and gets a copy otherwise.
+        instruction_fusion: True where XLA's InstructionFusion decides: nothing fuses that would have to be computed at
+            many indices, and a cheap stored result is computed again by its elementwise readers.
+        also_fuses: Primitives that fuse beyond `compute.FUSED`.
+    """
+
+    name: str
+    has_reduce_scatter: bool
+    breadth_first: bool
+    fuses_into_reductions: bool
+    copies_transposed: bool
+    instruction_fusion: bool
+    also_fuses: frozenset[str]
+
+
+CPU = Backend(
+    "cpu",
+    has_reduce_scatter=False,
+    breadth_first=True,
+    fuses_into_reductions=False,
+    copies_transposed=True,
+    instruction_fusion=True,
+    also_fuses=frozenset({"concatenate", "dynamic_slice", "split"}),
+)
+ACCELERATOR = Backend(
+    "accelerator",
+    has_reduce_scatter=True,
+    breadth_first=False,
+    fuses_into_reductions=True,
+    copies_transposed=False,
+    instruction_fusion=False,
+    also_fuses=frozenset({"split"}),
+)
+
+
+def backend_for(platform: str) -> Backend:
+    """The backend of a platform as jax names it (`cpu`, `gpu`, `tpu`).
+
+    >>> backend_for("cpu").has_reduce_scatter, backend_for("tpu").has_reduce_scatter
+    (False, True)
+    """
+    return CPU if platform == "cpu" else ACCELERATOR
