@@ -193,13 +193,13 @@ class Placements:
         lists = np.empty((len(batch), len(self.axes)), dtype=np.int32)
         for n, rules in enumerate(batch):
             bound = [b for rule in rules if (b := self._bind(rule)).size > 1]
-            order = self._order_of(bound)
-            if order is None:
-                index[n] = self.of_layout(Layout(self.problem, rules))
-                continue
-            by_order.setdefault(order, []).append(n)
             for axis, name in enumerate(self.axes):
                 lists[n, axis] = self.of_list(axis, tuple(rule for rule in bound if rule.mesh_axis == name))
+            order = self._order_of(bound)
+            if order is None:
+                index[n] = self._in_no_order(bound, lists[n])
+            else:
+                by_order.setdefault(order, []).append(n)
         for order, members in by_order.items():
             index[members] = self.combine(lists[members], order)
         return index
@@ -211,22 +211,34 @@ class Placements:
 
     def _order_of(self, rules: Sequence[BoundRule]) -> int | None:
         """The first order of the mesh axes in which every role takes them; None where roles disagree."""
-        places: dict[int, dict[int, list[int]]] = {}
-        for place, rule in enumerate(rules):
-            places.setdefault(rule.role, {}).setdefault(self.axes.index(rule.mesh_axis), []).append(place)
+        axes_of: dict[int, list[str]] = {}
+        for rule in rules:
+            axes_of.setdefault(rule.role, []).append(rule.mesh_axis)
         before = set()
-        for of_axis in places.values():
-            for a, b in itertools.combinations(of_axis, 2):
-                if of_axis[a][-1] < of_axis[b][0]:
-                    before.add((a, b))
-                elif of_axis[b][-1] < of_axis[a][0]:
-                    before.add((b, a))
-                else:
+        for axes in axes_of.values():
+            for a, b in itertools.combinations(dict.fromkeys(axes), 2) if len(axes) > 1 else ():
+                if len(axes) - 1 - axes[::-1].index(a) > axes.index(b):
                     return None
+                before.add((self.axes.index(a), self.axes.index(b)))
         if not before:
             return 0
         fits = (i for i, order in enumerate(self.orders) if all(order.index(a) < order.index(b) for a, b in before))
         return next(fits, None)
+
+    def _in_no_order(self, rules: Sequence[BoundRule], lists: NDArray[np.int32]) -> list[int]:
+        """The rows of rules that no order of the mesh axes gives: columns in which two meet are fitted one by one."""
+        rows = [self.rows[axis].array[self._row_of_list[axis][lists[axis]]].copy() for axis in range(len(self.axes))]
+        rows.append(self._fixed[-1].copy())
+        meet = np.zeros(self.columns, dtype=bool)
+        for a in range(len(self.axes)):
+            for b in range(a):
+                meet |= (rows[a] == rows[b]) & (rows[a] >= 0) & self._free
+        for column in np.flatnonzero(meet).tolist():
+            roles, sizes = self._roles[column].tolist(), self._dim_sizes[column].tolist()
+            placed = self._placed(first_fit(roles, sizes, rules, bool(self._optimizer[column])))
+            for row, dim in zip(rows, placed, strict=True):
+                row[column] = dim
+        return [kept.add(row) for kept, row in zip(self.rows, rows, strict=True)]
 
     def combine(self, lists: NDArray[np.int32], order: int) -> NDArray[np.int32]:
         """[layouts, mesh axes + 1] the rows of layouts made of one list per mesh axis.
@@ -305,4 +317,3 @@ class Placements:
         kept = index.copy()
         kept[:, -1] = np.where(shared, index[:, -1], 0)
         return [tuple(row) for row in kept.tolist()]
-

@@ -1,8 +1,9 @@
 """Costs of classes (see `classes`) under many placements at once, as NumPy tables.
 
-A class's cost depends only on how its few columns (signatures) are split. Classes with the same columns are one
-*group*; every way in which a group's columns are split that any layout asked for is one *row*. A candidate is then one
-row per group, and its time a sum of table look-ups; a row is computed once, together with all others that are new.
+A class's cost depends only on how its few columns (signatures) are split. Classes with the same columns, or some of
+them, are one *group*; every way in which a group's columns are split that any layout asked for is one *row*. A candidate
+is then one row per group, and its time a sum of table look-ups; a row is computed once, together with all others that
+are new.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Costs:
         )
 
     def _group(self, classes: Classes) -> None:
-        """Groups of classes with the same columns: first works, then uses, numbered on."""
+        """Groups of classes, first works, then uses, numbered on; one whose columns another group has joins that."""
         place = self._placements
         nothing = place.columns - 1
         columns: list[frozenset[int]] = []
@@ -142,10 +143,14 @@ class Costs:
             columns.append(frozenset([place.work_column(work.eqn), *map(place.value_column, values)]))
         for use in classes.uses:
             columns.append(frozenset([place.value_column(use.value), *(place.work_column(e) for e, _ in use.readers)]))
-        members: dict[tuple[int, ...], list[int]] = {}
+        members: dict[frozenset[int], list[int]] = {}
         for number, found in enumerate(columns):
-            members.setdefault(tuple(sorted(found - {nothing})), []).append(number)
-        self._groups = [_Group(key, np.array(found, dtype=np.int64), place) for key, found in members.items()]
+            members.setdefault(found - {nothing}, []).append(number)
+        kept: dict[frozenset[int], list[int]] = {}
+        for key in sorted(members, key=lambda k: (-len(k), sorted(k))):
+            home = next((larger for larger in kept if key <= larger), key)
+            kept.setdefault(home, []).extend(members[key])
+        self._groups = [_Group(tuple(sorted(k)), np.array(found, dtype=np.int64), place) for k, found in kept.items()]
         self.groups = len(self._groups)
 
     # Rows -----------------------------------------------------------------------------------------------------------
@@ -179,7 +184,7 @@ class Costs:
             layout.append(np.repeat(first, len(group.members)))
             number.append(np.tile(group.members, len(first)))
         rows, numbers, at = np.concatenate(row), np.concatenate(number), index[np.concatenate(layout)]
-        first, self._count = self._count, start
+        known, self._count = self._count, start
         if start > len(self._compute_s):
             room = max(start, 2 * len(self._compute_s), 256)
             self._compute_s, self._comm_s = _grown(self._compute_s, room), _grown(self._comm_s, room)
@@ -192,7 +197,7 @@ class Costs:
             held.append(self._compute_works(numbers[is_work], rows[is_work], at[is_work]))
         if not is_work.all():
             held.append(self._compute_uses(numbers[~is_work] - len(self._works), rows[~is_work], at[~is_work]))
-        added = slice(first, start)
+        added = slice(known, start)
         latency_s = self._calls[added] @ self.links.latency_s
         self._comm_s[added] = latency_s + self._full_bytes[added] @ self.links.s_per_byte
         self._held.add(start, *(np.concatenate([part[i] for part in held]) for i in range(3)))
@@ -414,9 +419,11 @@ class _Outcomes:
         """[rows] outcome of each row."""
         known = len(self._of_row)
         if known < len(rows):
-            found = np.ascontiguousarray(rows[known:, columns])
-            numbers = self._numbers
-            new = [numbers.setdefault(row.tobytes(), len(numbers)) for row in found]
+            width, numbers = len(columns), self._numbers
+            text = rows[known:, columns].tobytes()
+            new = [
+                numbers.setdefault(text[i * width : (i + 1) * width], len(numbers)) for i in range(len(rows) - known)
+            ]
             self._of_row = np.concatenate([self._of_row, np.array(new, dtype=np.int64)])
         return self._of_row
 
@@ -425,7 +432,7 @@ class _Fold:
     """Numbers pairs of numbers."""
 
     def __init__(self) -> None:
-        self._table = np.full((1, 1), -1, dtype=np.int64)
+        self._table = np.full((64, 64), -1, dtype=np.int64)
         self._count = 0
 
     def of(self, left: Array, right: Array) -> Array:

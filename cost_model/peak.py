@@ -70,6 +70,11 @@ class Peak:
             blocks.append(np.cumsum(change, axis=0)[:points])
         return np.concatenate([np.zeros((points, 0)), *blocks], axis=1)
 
+    @property
+    def points(self) -> int:
+        """How many are left."""
+        return len(self._points)
+
     def bytes(self, index: NDArray[np.int32], held: tuple[Array, Array, Array]) -> NDArray[np.float64]:
         """[layouts] peak bytes.
 

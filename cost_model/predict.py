@@ -103,6 +103,11 @@ class Predictor:
             table, classes, np.array(list(columns), dtype=np.int64), self.placements, self._costs.copy_columns
         )
 
+    @property
+    def points(self) -> int:
+        """Program points at which the peak may be."""
+        return self._peak.points
+
     def _column(self, value: Value) -> int:
         return self.placements.value_column(value)
 

@@ -143,15 +143,16 @@ def _cover(facts: _Facts, roles: list[int], values: list[Value], *, prefer_batch
 
 
 def presets(
-    problem: Problem, sent_bytes: Callable[[tuple[AxisRule, ...]], int]
+    problem: Problem, sent_bytes: Callable[[tuple[AxisRule, ...]], int], parts: Parts | None = None
 ) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
     """The presets that make sense for a problem, and those that do not, with the reason.
 
     Args:
         problem: The problem.
         sent_bytes: Predicted collective bytes of a rule list; decides which axes tensor parallelism splits.
+        parts: From `find_parts`, if they are known.
     """
-    parts = find_parts(problem)
+    parts = parts or find_parts(problem)
     axes = [name for name, size in problem.mesh_axes.items() if size > 1]
     model = axes[-1:] if axes else []
     data = axes[:-1] or axes

@@ -145,8 +145,8 @@ def propose(
     Returns:
         Distinct layouts, best first.
     """
-    named, skipped = presets(problem, predictor.sent_bytes)
     parts = find_parts(problem)
+    named, skipped = presets(problem, predictor.sent_bytes, parts)
     has_optimizer = any(p.name == "zero1" for p in named)
     space = make_space(problem, parts.residual if has_optimizer else ())
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
@@ -373,7 +373,7 @@ class _Search:
             kept.setdefault(found.index, found)
         index = np.array([found.index for found in kept.values()], dtype=np.int32)
         predictions = self._predictor.predict_each(index)
-        made = {}
+        made: dict[str, Proposal] = {}
         for found, prediction in zip(kept.values(), predictions, strict=True):
             layout = Layout(self._problem, found.rules)
             made.setdefault(layout.key(), Proposal(found.name, found.origin, layout, layout.key(), prediction))

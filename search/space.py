@@ -2,9 +2,9 @@
 
 A layout is one rule list per mesh axis, and the order of the mesh axes, which says who takes a dimension first where
 two meet (`Placements`). In the study a parameter per mesh axis and role says where in its list the role stands (0: not
-at all). A last parameter per mesh axis sends the parameters' axes to it in the optimizer state alone (ZeRO-1). Different
-points may be the same effective layout. Rules that hold under a condition only, or take the last occurrence, are no
-points: `refinements` lists them around a good layout.
+at all). A last parameter per mesh axis sends the parameters' axes to it in the optimizer state alone (ZeRO-1).
+Different points may be the same effective layout. Rules that hold under a condition only, or take the last occurrence,
+are no points: `refinements` lists them around a good layout.
 """
 
 from __future__ import annotations
@@ -105,16 +105,15 @@ class Space:
                 of_axis[rule.mesh_axis].append(rule)
                 place.setdefault((rule.role, rule.mesh_axis), number)
 
-        def disorder(order: tuple[str, ...]) -> int:
-            pairs = list(combinations(order, 2))
-            return sum(
-                place[role, b] < place[role, a]
-                for role in {r for r, _ in place}
-                for a, b in pairs
-                if (role, a) in place and (role, b) in place
-            )
-
-        order = min(permutations(self.able), key=disorder, default=())
+        roles = {role for role, _ in place}
+        pairs = [
+            (a, b)
+            for role in roles
+            for a, b in permutations(self.able, 2)
+            if (role, a) in place and (role, b) in place and place[role, a] < place[role, b]
+        ]
+        orders = permutations(self.able)
+        order = min(orders, key=lambda order: sum(order.index(a) > order.index(b) for a, b in pairs), default=())
         return tuple(tuple(of_axis[axis]) for axis in order)
 
 
@@ -159,10 +158,10 @@ def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
         changed = list(mine)
         changed[i], changed[j] = changed[j], changed[i]
         yield made(changed)
-    if len(plain) > 1:
+    if len(plain) > 2:  # else the same as without the other
         for i in plain:
             yield made([rule for j, rule in enumerate(mine) if j == i or j not in plain])
-    if plain:
+    if len(plain) > 1:
         yield made([rule for j, rule in enumerate(mine) if j not in plain])
     if space.optimizer_roles:
         scoped = space.of_optimizer(axis)
@@ -171,7 +170,7 @@ def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
 
 
 def exchanges(space: Space, lists: Lists) -> Iterator[Lists]:
-    """Lists that differ in two mesh axes: they change rules, one role changes its mesh axis, or another one is first."""
+    """Lists that differ in two mesh axes: they change rules, a role changes its mesh axis, or another one is first."""
     order = order_of(space, lists)
     for changed in permutations(range(len(order))):
         if changed != tuple(range(len(order))):
@@ -273,10 +272,10 @@ def make_space(problem: Problem, optimizer_roles: Sequence[str] = ()) -> Space:
     axes = {name: size for name, size in problem.mesh_axes.items() if size > 1}
     divided: dict[str, list[str]] = {}
     for index in sorted(weight, key=lambda r: (-weight[r], r)):
-        role = problem.roles.roles[index]
-        by = [axis for axis, size in axes.items() if any(s % size == 0 for s in role.sizes)]
-        if by and not role.scanned and len(divided) < MAX_ROLES:
-            divided[role.name] = by
+        found = problem.roles.roles[index]
+        by = [axis for axis, size in axes.items() if any(s % size == 0 for s in found.sizes)]
+        if by and not found.scanned and len(divided) < MAX_ROLES:
+            divided[found.name] = by
     able = {axis: tuple(role for role, by in divided.items() if axis in by) for axis in axes}
     return Space(problem, tuple(divided), able, tuple(optimizer_roles))
 
@@ -291,10 +290,10 @@ def every_list(space: Space, axis: str, at_most: int) -> list[tuple[AxisRule, ..
     found: list[tuple[AxisRule, ...]] = []
     for length in range(len(roles) + 1):
         for chosen in permutations(roles, length):
-            if len(found) > at_most:
-                return None
             rules = tuple(AxisRule(role, axis) for role in chosen)
             found.append(rules)
             if space.optimizer_roles:
                 found.append(rules + space.of_optimizer(axis))
+            if len(found) > at_most:
+                return None
     return found

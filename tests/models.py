@@ -93,3 +93,25 @@ def decoder_args(batch: int = 8, length: int = 32, **sizes: int) -> tuple[Params
     params = decoder_params(**sizes)
     tokens = np.random.default_rng(2).integers(0, params["emb"].shape[0], (batch, length)).astype(np.int32)
     return params, jax.tree.map(np.zeros_like, params), tokens
+
+
+def unrolled_step(layers: list[dict[str, Any]], x: Any, y: Any) -> tuple[list[dict[str, Any]], jax.Array]:
+    """One step of gradient descent on residual layers that are written out, not scanned."""
+
+    def loss(layers: list[dict[str, Any]]) -> jax.Array:
+        h = x
+        for layer in layers:
+            h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
+        return jnp.mean((h - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(layers)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
+
+
+def unrolled_args(layers: int, batch: int = 16, d: int = 32, h: int = 64) -> tuple[Any, ...]:
+    """Abstract arguments of `unrolled_step`."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.float32)
+
+    return [{"up": array(d, h), "down": array(h, d)} for _ in range(layers)], array(batch, d), array(batch, d)

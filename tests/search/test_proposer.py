@@ -6,14 +6,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
+from numpy.typing import NDArray
 
 import autoshard
 from autoshard.cost_model.hardware import Link, h100
-from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.cost_model.predict import Predictions, Predictor
 from autoshard.errors import StudyError
-from autoshard.layout import Layout
 from autoshard.prepare import Prepared
 from autoshard.search.presets import ORDER
 from autoshard.search.proposer import Proposals, propose
@@ -31,14 +32,11 @@ class Counting(Predictor):
 
     def __init__(self, made: Prepared) -> None:
         super().__init__(made.problem, FREE, made.traced.call.donated)
-        self.asked: Counter[str] = Counter()
+        self.asked: Counter[tuple[int, ...]] = Counter()
 
-    def predict(self, layout: Layout) -> Prediction:
-        self.asked[layout.key()] += 1
-        return super().predict(layout)
-
-    def sent_bytes(self, rules: Any) -> int:
-        return super().predict(Layout(self.problem, rules)).collective_bytes
+    def predict_many(self, index: NDArray[np.int32]) -> Predictions:
+        self.asked.update(self.placements.keys(index))
+        return super().predict_many(index)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def decoder() -> Prepared:
 
 def search(made: Prepared, **options: Any) -> tuple[Proposals, Counting]:
     predictor = Counting(made)
-    return propose(made.problem, predictor, IDENTITY, **{"asks": ASKS, **options}), predictor
+    return propose(made.problem, predictor, IDENTITY, **{"asks": ASKS, "enumerate_at_most": 0, **options}), predictor
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import autoshard
 from autoshard.constrain import constraints_for
 from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout
-from autoshard.search.proposer import without_idle_rules
+from autoshard.placements import Placements
+from autoshard.search.shorten import Shortener
 from autoshard.search.space import make_space, refinements
 from tests.models import decoder_args, decoder_step
 
@@ -53,7 +54,7 @@ def test_rules_that_state_nothing_go_and_the_program_stays():
     said = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
     idle = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model", where="with emb.0"))
     layout = Layout(problem, (*said, *idle))
-    short = without_idle_rules(layout)
+    short = Shortener(Placements(problem)).shorten(layout)
     assert short.rules == said
     assert short.input_specs() == layout.input_specs()
     assert constraints_for(short) == constraints_for(layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,19 @@ from hypothesis import strategies as st
 from autoshard.layout import OPTIMIZER, AxisRule, Layout
 from autoshard.prepare import Prepared
 from autoshard.search.presets import find_parts, presets
-from autoshard.search.space import MAX_ROLES, RANKS, Space, make_space, refinements
+from autoshard.search.space import (
+    MAX_ROLES,
+    PLACES,
+    Space,
+    every_list,
+    exchanges,
+    make_space,
+    neighbours,
+    refinements,
+    rules_of,
+)
 from tests.models import decoder_args, decoder_step
-from tests.stages import mesh_of, prepared
+from tests.stages import array, mesh_of, prepared
 
 ARGS = decoder_args(layers=3, heads=6, d=96)
 
@@ -32,42 +44,55 @@ def points(space: Space) -> st.SearchStrategy[dict[str, str | int]]:
 
 @given(data=st.data())
 def test_a_point_is_a_rule_list_that_encodes_to_the_same_layout(space: Space, data: st.DataObject) -> None:
-    rules = space.decode(data.draw(points(space)))
-    again = space.encode(rules)
+    lists = space.decode(data.draw(points(space)))
+    again = space.encode(lists)
     assert again is not None
-    assert space.decode(again) == rules
+    assert rules_of(space.decode(again)) == rules_of(lists)
     assert set(again) == set(space.parameters())
     assert all(again[name] in choices for name, choices in space.parameters().items())
 
 
 @given(data=st.data())
-def test_rules_come_by_rank_and_the_optimizer_last(space: Space, data: st.DataObject) -> None:
+def test_rules_come_by_mesh_axis_and_place_and_the_optimizer_last(space: Space, data: st.DataObject) -> None:
     point = data.draw(points(space))
-    rules = space.decode(point)
-    everywhere = [r for r in rules if r.where != OPTIMIZER]
-    ranks = [int(point[f"rank {r.role}"]) for r in everywhere]
-    assert ranks == sorted(ranks)
-    assert rules[: len(everywhere)] == tuple(everywhere)
-    for role in space.roles:
-        axes = [r.mesh_axis for r in everywhere if r.role == role]
-        assert ",".join(axes) == str(point[f"assign {role}"]).replace("-", "")
-    Layout(space.problem, rules)  # binds
+    lists = space.decode(point)
+    assert len(lists) == len(space.able)
+    for rules in lists:
+        everywhere = [r for r in rules if r.where != OPTIMIZER]
+        assert rules[: len(everywhere)] == tuple(everywhere)
+        assert len({r.mesh_axis for r in rules}) <= 1
+        places = [int(point[f"{r.mesh_axis} {r.role}"]) for r in everywhere]
+        assert places == sorted(places)
+    assert len(set(rules_of(lists))) == sum(
+        bool(value) * (len(space.optimizer_roles) if name.endswith("(optimizer)") else 1)
+        for name, value in point.items()
+        if name != "first"
+    )
+    Layout(space.problem, rules_of(lists))  # binds
+
+
+@given(data=st.data())
+def test_lists_of_a_rule_list_say_the_same(space: Space, data: st.DataObject) -> None:
+    lists = space.decode(data.draw(points(space)))
+    rules = rules_of(lists)
+    again = rules_of(space.lists(rules))
+    assert Layout(space.problem, again).key() == Layout(space.problem, rules).key()
 
 
 def test_nothing_assigned_is_replication(space: Space) -> None:
-    point = space.encode(())
+    point = space.encode(((), ()))
     assert point is not None
-    assert space.decode(point) == ()
+    assert rules_of(space.decode(point)) == ()
 
 
 def test_presets_are_in_the_space(decoder: Prepared, space: Space) -> None:
     named, _ = presets(decoder.problem, len)
-    expressed = {p.name for p in named if space.encode(p.rules) is not None}
+    expressed = {p.name for p in named if space.encode(space.lists(p.rules)) is not None}
     assert {"replicated", "dp", "zero1", "fsdp", "tp"} <= expressed
     for preset in named:
-        point = space.encode(preset.rules)
+        point = space.encode(space.lists(preset.rules))
         if point is not None:
-            same = Layout(decoder.problem, space.decode(point)).key()
+            same = Layout(decoder.problem, rules_of(space.decode(point))).key()
             assert same == Layout(decoder.problem, preset.rules).key(), preset.name
 
 
@@ -82,18 +107,16 @@ def test_presets_are_in_the_space(decoder: Prepared, space: Space) -> None:
     ],
 )
 def test_what_the_space_cannot_say_is_no_point(space: Space, rules: tuple[AxisRule, ...]) -> None:
-    assert space.encode(rules) is None
+    assert space.encode(space.lists(rules)) is None
 
 
 def test_only_what_some_size_allows_is_offered(decoder: Prepared, space: Space) -> None:
     sizes = {role.name: role.sizes for role in decoder.problem.roles.roles}
     assert 0 < len(space.roles) <= MAX_ROLES
-    for role in space.roles:
-        choices = space.assignments[role]
-        assert choices[0] == "-"
-        if sizes[role] == (6,):
-            assert choices == ("-", "model"), "4 does not divide 6 heads"
-    assert any(sizes[role] == (6,) for role in space.roles)
+    heads = [role for role in space.roles if sizes[role] == (6,)]
+    assert heads
+    assert set(heads) <= set(space.able["model"])
+    assert not set(heads) & set(space.able["data"]), "4 does not divide 6 heads"
     scanned = {role.name for role in decoder.problem.roles.roles if role.scanned}
     assert not scanned & set(space.roles)
 
@@ -101,10 +124,39 @@ def test_only_what_some_size_allows_is_offered(decoder: Prepared, space: Space) 
 def test_mesh_axes_of_one_device_and_optimizer_rules_without_state(decoder: Prepared) -> None:
     made = prepared(decoder_step, ARGS, mesh_of(data=4, one=1), donate_argnums=(0, 1))
     space = make_space(made.problem)
-    assert all("one" not in choice for choices in space.assignments.values() for choice in choices)
-    assert "optimizer" not in space.parameters()
-    assert set(space.parameters()) == {f"{what} {role}" for role in space.roles for what in ("assign", "rank")}
-    assert space.parameters()[f"rank {space.roles[0]}"] == tuple(range(RANKS))
+    assert set(space.able) == {"data"}
+    assert set(space.parameters()) == {f"data {role}" for role in space.able["data"]}
+    assert space.parameters()[f"data {space.able['data'][0]}"] == tuple(range(PLACES + 1))
+
+
+@given(data=st.data())
+def test_neighbours_differ_in_one_mesh_axis(space: Space, data: st.DataObject) -> None:
+    lists = space.decode(data.draw(points(space)))
+    before = {r for r in rules_of(lists) if r.mesh_axis != "data"}
+    found = [rules_of(other) for other in neighbours(space, lists, "data")]
+    assert len(set(found)) == len(found)
+    assert rules_of(lists) not in found
+    assert all({r for r in rules if r.mesh_axis != "data"} == before for rules in found)
+
+
+@given(data=st.data())
+def test_exchanges_are_in_the_space(space: Space, data: st.DataObject) -> None:
+    for other in exchanges(space, space.decode(data.draw(points(space)))):
+        Layout(space.problem, rules_of(other))
+        for rules in other:
+            assert len({r.mesh_axis for r in rules}) <= 1
+            assert all(r.role in space.able[r.mesh_axis] for r in rules if r.where != OPTIMIZER)
+            assert len(set(rules)) == len(rules)
+
+
+def test_every_list_is_every_order_of_every_choice(decoder: Prepared) -> None:
+    made = prepared(lambda w, x: x @ w, (array(8, 12), array(16, 8)), mesh_of(data=4, model=2))
+    space = make_space(made.problem)
+    roles = space.able["model"]
+    found = every_list(space, "model", 1000)
+    assert found is not None
+    assert len(set(found)) == len(found) == sum(math.perm(len(roles), n) for n in range(len(roles) + 1))
+    assert every_list(space, "model", len(found) - 1) is None
 
 
 def test_refinements_are_rule_lists_one_step_away(space: Space) -> None:

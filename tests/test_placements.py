@@ -1,0 +1,94 @@
+"""Placements of many layouts at once say what first-fit says of each, column by column."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from autoshard.layout import AxisRule, Fit, Layout, Problem
+from autoshard.placements import OPEN, Placements
+from autoshard.prepare import Prepared
+from tests.models import decoder_args, decoder_step
+from tests.stages import array, mesh_of, prepared
+
+
+@pytest.fixture(scope="module")
+def decoders() -> list[Prepared]:
+    """Widths that all mesh axes, some of them, and only one by one divide."""
+    sizes = [{"heads": 4, "d": 64}, {"heads": 6, "d": 96}, {"heads": 2, "d": 36, "batch": 4}]
+    meshes = [{"data": 4, "model": 2}, {"data": 2, "model": 2, "third": 2}, {"data": 2, "model": 4}]
+    return [
+        prepared(decoder_step, decoder_args(**size), mesh_of(**axes), donate_argnums=(0, 1))
+        for size, axes in zip(sizes, meshes, strict=True)
+    ]
+
+
+def rule_lists(problem: Problem) -> st.SearchStrategy[tuple[AxisRule, ...]]:
+    names = st.sampled_from([role.name for role in problem.roles.roles])
+    scoped = st.one_of(
+        st.sampled_from(["everywhere", "everywhere", "optimizer"]),
+        st.builds("{} {}".format, st.sampled_from(["with", "without"]), names),
+    )
+    rule = st.builds(
+        AxisRule, names, st.sampled_from(list(problem.mesh_axes)), st.sampled_from(["first", "last"]), scoped
+    )
+    return st.lists(rule, max_size=7).map(tuple)
+
+
+def fit_of(placements: Placements, index: np.ndarray, column: int) -> tuple[dict[int, list[str]], bool]:
+    """Mesh axes of each dimension, major first, and whether the dimensions without one are open."""
+    dims = [int(rows.array[n, column]) for rows, n in zip(placements.rows, index, strict=True)]
+    order = placements.orders[dims.pop()]
+    found: dict[int, list[str]] = {}
+    for axis in order:
+        if dims[axis] >= 0:
+            found.setdefault(dims[axis], []).append(placements.axes[axis])
+    return found, OPEN in dims
+
+
+@pytest.mark.parametrize("number", range(3))
+@given(data=st.data())
+def test_many_at_once_are_fitted_as_one_by_one(decoders: list[Prepared], number: int, data: st.DataObject) -> None:
+    problem = decoders[number].problem
+    placements = Placements(problem)
+    batch = data.draw(st.lists(rule_lists(problem), min_size=1, max_size=5))
+    for rules, index in zip(batch, placements.of_rules(batch), strict=True):
+        layout = Layout(problem, rules)
+        assert (placements.of_layout(layout) == placements.of_layout(Layout(problem, rules))).all()
+        for column, signature in enumerate(problem.signatures):
+            fit: Fit = layout.fit_signature(signature)
+            found, opened = fit_of(placements, index, column)
+            assert {d: list(axes) for d, axes in enumerate(fit.spec) if axes} == found
+            left = any(not axes for axes in fit.spec)
+            assert bool(fit.open_dims) == (opened and left)
+
+
+@given(data=st.data())
+def test_equal_keys_are_equal_layouts(decoders: list[Prepared], data: st.DataObject) -> None:
+    problem = decoders[0].problem
+    placements = Placements(problem)
+    batch = data.draw(st.lists(rule_lists(problem), min_size=2, max_size=8))
+    keys = placements.keys(placements.of_rules(batch))
+    effective = [Layout(problem, rules).key() for rules in batch]
+    for i in range(len(batch)):
+        for j in range(i):
+            if keys[i] == keys[j]:
+                assert effective[i] == effective[j]
+
+
+def test_a_pinned_value_stays_where_it_is() -> None:
+    made = prepared(
+        lambda w, x: jnp.tanh(x @ w),
+        (array(8, 16), array(4, 8)),
+        mesh_of(data=4, model=2),
+        pins={"w": P(None, "model")},
+    )
+    placements = Placements(made.problem)
+    (w, x) = made.problem.program.body.inputs
+    index = placements.of_rules([(AxisRule("w.0", "model"), AxisRule("x.0", "data"))])[0]
+    assert fit_of(placements, index, placements.value_column(w)) == ({1: ["model"]}, False)
+    assert fit_of(placements, index, placements.value_column(x)) == ({0: ["data"], 1: ["model"]}, False)
