@@ -16,6 +16,7 @@ from autoshard.dim_rules import LoopKind
 from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
 from autoshard.rewrite import Constraints, EqnConstraints
+from autoshard.roles import Roles
 from autoshard.trace import source_line
 
 ANCHORS = frozenset(
@@ -49,6 +50,18 @@ def constraints_for(layout: Layout) -> Constraints:
             if stated and body.name != "cond_jaxpr":
                 outputs[eqn.index, number] = stated
     return Constraints({i: c for i, c in eqns.items() if c is not None}, outputs)
+
+
+def unstated_roles(roles: Roles) -> frozenset[int]:
+    """Roles that no argument, output, anchor or loop carry has: a rule on one of them says nothing to the compiler."""
+    program = roles.axes.program
+    stated = {role for v in (*program.body.inputs, *program.body.outputs) for role in roles.of_value[v.index]}
+    for eqn in program.eqns:
+        if eqn.primitive in ANCHORS:
+            stated |= {role for role, _ in roles.loops(eqn)}
+            stated |= {role for v in eqn.outputs for role in roles.of_value[v.index]}
+        stated |= {role for _, out in eqn.carries for role in roles.of_value[out.index]}
+    return frozenset(role.index for role in roles.roles) - stated
 
 
 def _is_carry(layout: Layout, value: Value, carried: set[int]) -> bool:

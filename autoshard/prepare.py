@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.carry import Carry, matching_state, resolve_carry
+from autoshard.constrain import unstated_roles
 from autoshard.dim_rules.special import KERNELS
 from autoshard.dims import logical_axes
 from autoshard.discover import RuleFinder
@@ -129,7 +130,8 @@ def prepare(request: Request, call: Call) -> Prepared:
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
     pins |= resolve_pins(_pin_map(request.pins, program.input_paths), program, mesh.axes, carry)
-    problem = Problem(find_roles(axes), groups, mesh.axes, pins)
+    roles = find_roles(axes)
+    problem = Problem(roles, groups, mesh.axes, pins, unstated_roles(roles))
     return Prepared(request, traced, problem, carry, tuple(notes))
 
 
