@@ -44,6 +44,7 @@ def common(
 def search(
     factory: Annotated[str, typer.Argument(help=FACTORY)],
     mesh: Annotated[str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
     storage: Annotated[str | None, typer.Option(help="Journal file or Optuna storage URL; the study resumes.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage.")] = None,
@@ -67,8 +68,9 @@ def search(
     use_cpu_devices(cpu_devices)
     arguments = call_factory(factory)
     chosen: dict[str, Any] = {
-        "mesh": mesh, "memory_budget_bytes": memory_budget, "hardware": hardware, "storage": storage, "study": study,
-        "isolate": isolate, "compile_timeout_s": compile_timeout, "compile_memory_bytes": compile_memory,
+        "mesh": mesh, "target": target, "memory_budget_bytes": memory_budget, "hardware": hardware,
+        "storage": storage, "study": study, "isolate": isolate, "compile_timeout_s": compile_timeout,
+        "compile_memory_bytes": compile_memory,
     }  # fmt: skip
     arguments |= {key: value for key, value in chosen.items() if value is not None}
     arguments.setdefault("isolate", True)
