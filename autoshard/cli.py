@@ -99,6 +99,7 @@ def show(
 
 app.command()(cli_table.check)
 app.command()(cli_table.diff)
+app.command()(cli_table.export)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import typer
 
 from autoshard.check import check as check_table
 from autoshard.diff import diff_text
+from autoshard.export import FORMS
+from autoshard.export import export as export_table
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.meshes import parse_axes
 from autoshard.table import SpecTable
@@ -49,3 +51,18 @@ def diff(old: Table, new: Annotated[Path, typer.Argument(help="Another one.")]) 
     """Says how two tables differ."""
     text = diff_text(SpecTable.load(old), SpecTable.load(new))
     typer.echo(text or "the same plan, the same numbers")
+
+
+def export(
+    table: Table,
+    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMS)}.")],
+    argument: Annotated[str | None, typer.Option(help="One argument only, with paths relative to it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default standard output.")] = None,
+) -> None:
+    """Writes a table as what other tools read."""
+    text = export_table(SpecTable.load(table), to, argument)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
