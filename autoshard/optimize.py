@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autoshard.advice import Advised, advise
 from autoshard.apply import rebinder
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
@@ -183,9 +184,23 @@ def optimize(
             winner = best_so_far(race, proposals)
         if interrupted:
             reporter.say("interrupted; returning the best so far")
+        advice = () if interrupted else _advice(race, winner)
     plan = _plan(race, proposals, winner, compiler_options, interrupted)
+    plan.advice = advice
+    plan.notes += tuple(f"advice: {line}" for line in advice)
     plan.when, plan.search_s = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic() - began
     return plan
+
+
+def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
+    race.progress.doing("looking for changes of the program that would gain more")
+    backend = backend_for(race.prepared.request.mesh.platform)
+    case = Advised(
+        race.prepared, winner.layout, race.predictor.hardware, backend, race.budget_bytes, winner.proposal.prediction
+    )
+    with suppress(KeyboardInterrupt):
+        return advise(case)
+    return ()
 
 
 def _plan(

@@ -53,7 +53,8 @@ class Plan:
         verified: Whether outputs were compared with a reference, and which.
         trials: Every candidate with prediction, evidence or rejection.
         skipped: Presets that make no sense for this function, with the reason.
-        notes: What a person should know (carry that was assumed, effects, conversions).
+        notes: What a person should know (carry that was assumed, effects, conversions, advice).
+        advice: Changes of the program that are predicted to gain more, one line each; see `autoshard.advice`.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.
     """
@@ -68,6 +69,7 @@ class Plan:
     trials: tuple[Trial, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     compiler_options: CompilerOptions | None = None
     compiled: Compiled | None = None
     when: str = ""
