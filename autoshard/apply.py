@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from autoshard.carry import Carry
@@ -19,15 +17,15 @@ from autoshard.errors import (
     PathError,
     RuleError,
     SignatureError,
-    TableError,
 )
-from autoshard.layout import AxisRule, Layout, Problem
-from autoshard.pins import canonical_spec
+from autoshard.layout import AxisRule, Layout
 from autoshard.plan import Plan, Verification
 from autoshard.prepare import Pins, Prepared, Request, make_request, prepare
+from autoshard.rederive import rederive
 from autoshard.search.presets import presets
 from autoshard.signature import Call
-from autoshard.table import SpecTable, spec_from_entry
+from autoshard.table import SpecTable
+from autoshard.target import mesh_on
 
 
 def apply(
@@ -36,6 +34,7 @@ def apply(
     mesh: Mesh | str,
     layout: Plan | SpecTable | str | Path | Sequence[AxisRule | str | tuple[str, str]],
     *,
+    target: str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -55,6 +54,7 @@ def apply(
         mesh: The mesh.
         layout: A SpecTable or its path, a preset's name (`"fsdp"`), a list of rules (`"wq.1->model"`, pairs or
             `AxisRule`s), or a Plan.
+        target: As for `optimize`.
         example_kwargs: Keyword arguments.
         static_argnums: As for `jax.jit`.
         static_argnames: As for `jax.jit`.
@@ -71,11 +71,12 @@ def apply(
         The plan. It is not verified: nothing is run here.
 
     Raises:
-        TableError: If the table is for another mesh or another function, or cannot be read.
+        TableError: If the table is for other mesh axes or another function, or cannot be read. Under other axis sizes,
+            or for a model of another size, the table's rules give the specs, and the plan's notes say so.
         RuleError: If the preset or a role does not exist here; the existing ones are named.
     """
     request, call = make_request(
-        fn, example_args, mesh, example_kwargs=example_kwargs, static_argnums=static_argnums,
+        fn, example_args, mesh_on(target, mesh), example_kwargs=example_kwargs, static_argnums=static_argnums,
         static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames, carry=carry,
         pins=pins, user_constraints=user_constraints,
     )  # fmt: skip
@@ -91,11 +92,11 @@ def apply(
     if isinstance(layout, Plan):
         rules, inside = layout.rules, layout.layout.inside
     elif isinstance(layout, SpecTable):
-        rules = tuple(AxisRule.parse(text) for text in layout.rules)
-        inside = layout.constraints == "anchors"
-        notes += _check_table(layout, prepared)
-        problem = _pin_table(layout, prepared, Layout(problem, rules, inside))
-        reason = f"apply runs nothing; the table says {layout.verified}"
+        derived = rederive(layout, prepared)
+        problem, rules, inside = derived.layout.problem, derived.layout.rules, derived.layout.inside
+        notes += derived.notes
+        said = f"table's word is stale: {derived.stale[0]}" if derived.stale else f"table says {layout.verified}"
+        reason = f"apply runs nothing; the {said}"
     elif isinstance(layout, str):
         rules = _preset_rules(layout, prepared)
     else:
@@ -140,49 +141,6 @@ def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
     raise RuleError(
         f"{name!r} is no preset, and no file of that name exists. The presets are {[p.name for p in made]}."
     )
-
-
-def _check_table(table: SpecTable, prepared: Prepared) -> list[str]:
-    """Refuses a table of another mesh or function; says what else changed."""
-    mesh, program = prepared.request.mesh, prepared.traced.program
-    if dict(table.mesh.axes) != dict(mesh.axes):
-        raise TableError(
-            f"the table is for mesh {dict(table.mesh.axes)}, this mesh is {dict(mesh.axes)}. "
-            f"Search again for this mesh, or apply its rules alone: apply(..., layout=table.rules)."
-        )
-    here, there = set(program.input_paths), set(table.inputs)
-    if here != there:
-        stale, new = sorted(there - here), sorted(here - there)
-        raise TableError(
-            f"the table is for {table.function!r} with other arguments than {program.name!r}: "
-            f"{len(stale)} leaves are gone ({', '.join(stale[:3])}), {len(new)} are new ({', '.join(new[:3])}). "
-            f"Search again, or apply its rules alone: apply(..., layout=table.rules)."
-        )
-    notes = []
-    if table.fingerprint != program.fingerprint:
-        if table.versions.get("jax") != jax.__version__:
-            notes.append(f"the table was written with jax {table.versions.get('jax')}, this is {jax.__version__}")
-        else:
-            notes.append("the program changed since the table was written; its numbers are not of this program")
-    return notes
-
-
-def _pin_table(table: SpecTable, prepared: Prepared, derived: Layout) -> Problem:
-    """The problem with every spec of the table pinned that the rules alone would not give here."""
-    program, pins = prepared.traced.program, dict(prepared.problem.pins)
-    sides = (
-        (table.inputs, program.input_paths, program.body.inputs),
-        (table.outputs, program.output_paths, program.body.outputs),
-    )
-    for entries, paths, values in sides:
-        for path, value in zip(paths, values, strict=True):
-            entry = entries.get(path)
-            if entry is None or tuple(entry.shape) != value.shape:
-                continue  # the rules derive the spec of another shape
-            spec = canonical_spec(spec_from_entry(entry.spec), value, prepared.request.mesh.axes, path)
-            if spec != derived.fit(value).spec:
-                pins[value.index] = spec
-    return replace(prepared.problem, pins=pins)
 
 
 def rebinder(request: Request) -> Callable[[Plan, Call], Plan]:

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import typer
 
+from autoshard import cli_table
 from autoshard.errors import ArgumentError, AutoshardError, NoFeasiblePlanError, SearchFailedError
-from autoshard.factory import call_factory
+from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.ladder import Effort
 from autoshard.optimize import optimize
 from autoshard.plan import Plan
@@ -26,8 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-FACTORY = "pkg.module:factory (or file.py:factory) that returns (fn, example_args) or a dict of optimize's arguments"
 
 
 @app.callback()
@@ -44,6 +42,7 @@ def common(
 def search(
     factory: Annotated[str, typer.Argument(help=FACTORY)],
     mesh: Annotated[str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
     storage: Annotated[str | None, typer.Option(help="Journal file or Optuna storage URL; the study resumes.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage.")] = None,
@@ -67,8 +66,9 @@ def search(
     use_cpu_devices(cpu_devices)
     arguments = call_factory(factory)
     chosen: dict[str, Any] = {
-        "mesh": mesh, "memory_budget_bytes": memory_budget, "hardware": hardware, "storage": storage, "study": study,
-        "isolate": isolate, "compile_timeout_s": compile_timeout, "compile_memory_bytes": compile_memory,
+        "mesh": mesh, "target": target, "memory_budget_bytes": memory_budget, "hardware": hardware,
+        "storage": storage, "study": study, "isolate": isolate, "compile_timeout_s": compile_timeout,
+        "compile_memory_bytes": compile_memory,
     }  # fmt: skip
     arguments |= {key: value for key, value in chosen.items() if value is not None}
     arguments.setdefault("isolate", True)
@@ -97,6 +97,11 @@ def show(
     print(loaded.dumps() if as_json else table_text(loaded))
 
 
+app.command()(cli_table.check)
+app.command()(cli_table.diff)
+app.command()(cli_table.export)
+
+
 def plan_json(plan: Plan) -> dict[str, Any]:
     """What `search --json` prints: the answer, and a record of every trial."""
     return {
@@ -112,24 +117,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def use_cpu_devices(count: int | None) -> None:
-    """Makes this process see `count` CPU devices and nothing else; must come before the first use of a device."""
-    if count is None:
-        return
-    if count < 1:
-        raise ArgumentError(f"--cpu-devices {count}: it must be at least 1.")
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        raise ArgumentError(f"--cpu-devices {count}: jax already started its devices ({error}).") from None
-
-
 def main() -> None:
     """Entry point of the `autoshard` command."""
     debug = "--debug" in sys.argv
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False))  # what a command's typer.Exit says, else None
     except (NoFeasiblePlanError, SearchFailedError) as error:
         _fail(error, 1, debug)
     except AutoshardError as error:

@@ -258,6 +258,7 @@ class ShardMapMaker:
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self._mesh = mesh
+        self._context: Any = None
 
     def __call__(
         self,
@@ -276,19 +277,44 @@ class ShardMapMaker:
             results: Specs of the results.
             summed: Mesh axes over which the results of the pieces are added.
         """
+        if self._context is None:
+            probe = self._traced(
+                jax.lax.neg, [jax.ShapeDtypeStruct((), np.float32)], (PartitionSpec(),), PartitionSpec()
+            )
+            self._context = open_jaxpr(probe.params["jaxpr"]).eqns[0].ctx
+        call = as_call(piece.replace(params=_in_context(piece.params, self._context)))
 
         def body(*operands: Any) -> tuple[Any, ...]:
-            found = as_call(piece)(*operands)
+            found = call(*operands)
             return tuple(jax.lax.psum(f, tuple(summed)) for f in found) if summed else found
 
         avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # not the caller's, which may be Explicit
-            mapped = jax.shard_map(
-                body, mesh=self._mesh, in_specs=tuple(operands), out_specs=tuple(results), check_vma=False
-            )
-            traced = jax.make_jaxpr(mapped)(*avals)
-        (made,) = traced.jaxpr.eqns
+        made = self._traced(body, avals, tuple(operands), tuple(results))
         return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+
+    def _traced(self, body: Callable[..., Any], avals: Sequence[Any], in_specs: Any, out_specs: Any) -> JaxprEqn:
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # not the caller's, which may be Explicit
+            mapped = jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+            (made,) = jax.make_jaxpr(mapped)(*avals).jaxpr.eqns
+        return made
+
+
+def _in_context(params: Mapping[str, Any], context: Any) -> dict[str, Any]:
+    """Parameters whose jaxprs (a kernel's and its index maps') were traced in another context: that of a `shard_map`.
+
+    Without it jax finds that a kernel's equations are not manual over the mesh axes.
+    """
+
+    def moved(jaxpr: Any) -> Any:
+        eqns = [eqn.replace(ctx=context, params=_in_context(eqn.params, context)) for eqn in open_jaxpr(jaxpr).eqns]
+        return replace_jaxpr(jaxpr, open_jaxpr(jaxpr).replace(eqns=eqns))
+
+    changed = map_jaxprs(params, lambda _, jaxpr: moved(jaxpr))
+    if "grid_mapping" in changed:
+        mapping = changed["grid_mapping"]
+        blocks = (block.replace(index_map_jaxpr=moved(block.index_map_jaxpr)) for block in mapping.block_mappings)
+        changed["grid_mapping"] = mapping.replace(block_mappings=tuple(blocks))
+    return changed
 
 
 def calls_python(lowered: jax.stages.Lowered) -> bool:

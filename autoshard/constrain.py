@@ -3,19 +3,24 @@
 At each anchor (contraction, convolution, gather, scatter) both operands and the raw result are stated as the work is
 split, then the result in its own spec where the two differ; loop carries are stated in their own spec. One constraint
 on the result alone would leave XLA to choose other work. Where a rule's mesh axis does not divide, the dimension is
-left UNCONSTRAINED, never pinned replicated.
+left UNCONSTRAINED, never pinned replicated. A kernel that the partitioner cannot split is put into a `shard_map` over
+its pieces, where the layout splits its work.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autoshard.dim_rules import LoopKind
+from autoshard.dim_rules import LoopKind, attention
+from autoshard.kernels import params_of_piece
 from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
-from autoshard.rewrite import Constraints, EqnConstraints
+from autoshard.rewrite import Constraints, EqnConstraints, Pieces
+from autoshard.roles import Roles
 from autoshard.trace import source_line
 
 ANCHORS = frozenset(
@@ -30,8 +35,12 @@ ANCHORS = frozenset(
         "scatter-mul",
         "scatter-min",
         "scatter-max",
+        *attention.RULES,
     }
 )
+CUT_KERNELS = frozenset({"pallas_call", "ffi_call"})
+"""Kernels that go into a `shard_map` where their work is split; the partitioner would run them whole."""
+
 _STATED = (LoopKind.PASS, LoopKind.REDUCED)
 
 
@@ -41,6 +50,7 @@ def constraints_for(layout: Layout) -> Constraints:
         return Constraints({})
     program = layout.problem.program
     eqns = {e.index: _anchor(layout, e) for e in program.eqns if e.primitive in ANCHORS}
+    eqns |= {e.index: _kernel(layout, e) for e in program.eqns if e.primitive in CUT_KERNELS}
     outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = {}
     for eqn in program.eqns:
         carried = {out.index for _, out in eqn.carries}
@@ -49,6 +59,18 @@ def constraints_for(layout: Layout) -> Constraints:
             if stated and body.name != "cond_jaxpr":
                 outputs[eqn.index, number] = stated
     return Constraints({i: c for i, c in eqns.items() if c is not None}, outputs)
+
+
+def unstated_roles(roles: Roles) -> frozenset[int]:
+    """Roles that no argument, output, anchor or loop carry has: a rule on one of them says nothing to the compiler."""
+    program = roles.axes.program
+    stated = {role for v in (*program.body.inputs, *program.body.outputs) for role in roles.of_value[v.index]}
+    for eqn in program.eqns:
+        if eqn.primitive in ANCHORS | CUT_KERNELS:
+            stated |= {role for role, _ in roles.loops(eqn)}
+            stated |= {role for v in eqn.outputs for role in roles.of_value[v.index]}
+        stated |= {role for _, out in eqn.carries for role in roles.of_value[out.index]}
+    return frozenset(role.index for role in roles.roles) - stated
 
 
 def _is_carry(layout: Layout, value: Value, carried: set[int]) -> bool:
@@ -63,16 +85,17 @@ def _stored(layout: Layout, value: Value) -> PartitionSpec:
 def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     rule = layout.problem.roles.axes.rules[eqn.index]
     work = layout.work(eqn)
+    exact = eqn.primitive in attention.RULES  # it refuses operands that are split otherwise
 
     def as_work(value: Value, loops: tuple[int, ...]) -> PartitionSpec:
         spec = tuple(work.spec[i] for i in loops)
         free = {d for d, i in enumerate(loops) if i in work.open_dims or rule.kinds[i] not in _STATED}
-        return to_partition_spec(spec, free)
+        return to_partition_spec(spec, () if exact else free)
 
     operands = {
         i: as_work(value, loops)
         for i, (value, loops) in enumerate(zip(eqn.inputs, rule.operands, strict=True))
-        if value.shape and not value.literal and value.itemsize > 0
+        if value.shape and not value.literal and value.bytes
     }
     results = {}
     for i, (value, loops) in enumerate(zip(eqn.outputs, rule.results, strict=True)):
@@ -82,6 +105,34 @@ def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     return EqnConstraints(operands, results) if operands or results else None
 
 
+def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
+    """A kernel by pieces; None where its work is whole."""
+    rule, work = layout.problem.roles.axes.rules[eqn.index], layout.work(eqn)
+    mesh_axes = layout.problem.mesh_axes
+    cut = {loop: math.prod(mesh_axes[axis] for axis in axes) for loop, axes in enumerate(work.spec) if axes}
+    if not cut or (rule.combine != "add" and any(rule.kinds[loop] is LoopKind.REDUCED for loop in cut)):
+        return None
+
+    def specs(maps: Sequence[tuple[int, ...]]) -> tuple[PartitionSpec, ...]:
+        return tuple(to_partition_spec(tuple(work.spec[i] for i in loops)) for loops in maps)
+
+    def shapes(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [
+            tuple(size // cut.get(i, 1) for size, i in zip(v.shape, loops, strict=True))
+            for v, loops in zip(values, maps, strict=True)
+        ]
+
+    operands, results = shapes(eqn.inputs, rule.operands), shapes(eqn.outputs, rule.results)
+    pieces = Pieces(
+        specs(rule.operands),
+        specs(rule.results),
+        params_of_piece(eqn, cut, operands, results),
+        tuple(axis for loop in cut if rule.kinds[loop] is LoopKind.REDUCED for axis in work.spec[loop]),
+    )
+    stored = {i: (_stored(layout, value),) for i, value in enumerate(eqn.outputs) if value.shape}
+    return EqnConstraints({}, {i: s for i, s in stored.items() if s[0] != pieces.results[i]}, pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedConstraint:
     """One constraint as people read it.
@@ -89,7 +140,7 @@ class PlacedConstraint:
     Attributes:
         source: `file.py:line` of the model.
         primitive: The anchor.
-        place: `operand 0`, `result 0 as computed`, `result 0 as stored`, `carry 1`.
+        place: `operand 0`, `result 0 as computed`, `result 0 as stored`, `carry 1`, `operand 0 of the shard_map`.
         shape: Shape of the value.
         spec: What is stated.
     """
@@ -115,6 +166,14 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
             wanted = constraints.eqns.get(eqn.index)
             if wanted is not None:
                 line = source_line(eqn)
+                if wanted.pieces is not None:
+                    for side, values, cut in (
+                        ("operand", eqn.inputs, wanted.pieces.operands),
+                        ("result", eqn.outputs, wanted.pieces.results),
+                    ):
+                        for i, (value, spec) in enumerate(zip(values, cut, strict=True)):
+                            place = f"{side} {i} of the shard_map"
+                            found.append(PlacedConstraint(line, eqn.primitive, place, value.shape, spec))
                 for i, spec in wanted.operands.items():
                     found.append(PlacedConstraint(line, eqn.primitive, f"operand {i}", eqn.inputs[i].shape, spec))
                 for i, specs in wanted.results.items():

@@ -47,7 +47,10 @@ class LogicalAxes:
     constant: tuple[bool, ...]
 
     def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
-        """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result."""
+        """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result.
+
+        The size of a loop that can only be cut between blocks is the number of blocks.
+        """
         rule = self.rules[eqn.index]
         found: list[tuple[int, int]] = [(NO_AXIS, 1)] * len(rule.kinds)
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
@@ -55,6 +58,8 @@ class LogicalAxes:
                 for axis, size, loop in zip(self.of_value[value.index], value.shape, loops, strict=True):
                     if axis != NO_AXIS or found[loop][0] == NO_AXIS:
                         found[loop] = (axis, size)
+        for loop, pieces in rule.pieces:
+            found[loop] = (found[loop][0], pieces)
         return tuple(found)
 
 

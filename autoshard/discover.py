@@ -30,6 +30,7 @@ import numpy as np
 from autoshard import compat
 from autoshard.dim_rules import DimRule, LoopKind, known_primitives, rule_of
 from autoshard.dim_rules.loops import Loops, whole_rule
+from autoshard.kernels import grid_rule
 from autoshard.partition import LoweredOps, lowered_ops
 from autoshard.program import Eqn
 
@@ -62,6 +63,8 @@ class RuleFinder:
 
     def rule_for(self, eqn: Eqn) -> DimRule:
         """The dimension rule of an equation; never raises."""
+        if eqn.primitive == "pallas_call" and eqn.origin is not None:
+            return grid_rule(eqn)
         if eqn.bodies or eqn.origin is None or (eqn.primitive in known_primitives() and eqn.primitive not in OPENED):
             return rule_of(eqn)
         key = _key(eqn)

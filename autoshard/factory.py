@@ -10,7 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autoshard.errors import FactoryError
+import jax
+
+from autoshard.errors import ArgumentError, FactoryError
+
+FACTORY = "pkg.module:factory (or file.py:factory) that returns (fn, example_args) or a dict of optimize's arguments"
 
 
 def load_factory(where: str) -> Callable[[], Any]:
@@ -83,3 +87,16 @@ def call_factory(where: str) -> dict[str, Any]:
             f"or a dict of optimize's arguments with at least these two."
         )
     return arguments
+
+
+def use_cpu_devices(count: int | None) -> None:
+    """Makes this process see `count` CPU devices and nothing else; must come before the first use of a device."""
+    if count is None:
+        return
+    if count < 1:
+        raise ArgumentError(f"--cpu-devices {count}: it must be at least 1.")
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise ArgumentError(f"--cpu-devices {count}: jax already started its devices ({error}).") from None

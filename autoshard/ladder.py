@@ -22,49 +22,34 @@ class Effort:
 
     Attributes:
         compiled: Candidates compiled at most (more only where none of them fits the budget or gives right numbers); up
-            to half of them presets.
-        measured: Candidates measured at most; the best preset is among them if it is two or more.
+            to half of them presets. For a TPU that is not here, at the compiler's quick level.
+        measured: Candidates measured at most; the best preset is among them if it is two or more. On a target none is.
         seconds: Compile and measure nothing new after this long; None for as long as it takes.
+        full: On a target, candidates compiled at the compiler's full level, of those that `compiled` left; up to half
+            of them presets.
+        partitioned: Candidates partitioned (every preset is), by default twice `compiled`.
     """
 
     compiled: int = 12
     measured: int = 4
     seconds: float | None = None
+    full: int = 4
+    partitioned: int | None = None
 
     def __post_init__(self) -> None:
-        if self.compiled < 0 or self.measured < 0 or (self.seconds is not None and self.seconds < 0):
-            raise ArgumentError(f"{self!r}: all numbers must be >= 0.")
+        counts = self.compiled, self.measured, self.seconds or 0, self.full - 1, self.partitioned or 0
+        if any(count < 0 for count in counts):
+            raise ArgumentError(f"{self!r}: all numbers must be >= 0, and full at least 1.")
         if self.measured > self.compiled:
             raise ArgumentError(f"{self!r}: what is measured must be compiled first. Use compiled >= measured.")
 
 
 def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
-    """Climbs the ladder; returns the winner."""
+    """Climbs the ladder on devices that are here; returns the winner."""
     race.enter(proposals.ranked)
-    hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
     if not effort.compiled:
-        fitting = [
-            c for c in race.candidates if c.trial.constraints == "anchors" and _maybe_fits(c, race.budget_bytes, 1)
-        ]
-        if not fitting:
-            raise _infeasible(race, proposals, compiled=False)
-        return fitting[0]
-    shortlist = _shortlist(_distinct(hopeful), PARTITIONED_PER_COMPILED * effort.compiled)
-    race.progress.say(f"partitioning {len(shortlist)} candidates")
-    times = race.partition(shortlist)
-    ranked = sorted(
-        (c for c in shortlist if c.trial.key in times),
-        key=lambda c: (
-            c.proposal.excess_bytes(race.budget_bytes),
-            float(f"{times[c.trial.key]:.4g}"),
-            *c.proposal.order(race.budget_bytes),
-        ),
-    )
-    ranked = _distinct(ranked)
-    known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
-    fresh = [c for c in ranked if c not in known]
-    places = max(0, effort.compiled - len(known))
-    chosen = known + _with_presets(fresh, places, presets_at_least=effort.compiled // 2, plain_at_least=places // 3)
+        return uncompiled_best(race, proposals, effort)
+    chosen = choose_compiled(race, effort)
     for number, candidate in enumerate(chosen):
         if number and race.late():
             race.progress.say(f"out of time after {number} of {len(chosen)} compiles")
@@ -73,7 +58,7 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
     if not fitting:
         fitting = _compile_smallest(race, chosen, effort.compiled)
-    fitting = _by_compiled_time(fitting)
+    fitting = by_compiled_time(fitting)
     if effort.measured:
         return _measured_winner(race, fitting, effort)
     while True:
@@ -82,6 +67,44 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
             if candidate.trial.status != "rejected":
                 return candidate
         fitting = _next_best(race, effort.compiled)
+
+
+def uncompiled_best(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
+    """The best by prediction, or by what the partitioner says of the best predicted ones where that is asked for."""
+    anchored = [c for c in race.candidates if c.trial.constraints == "anchors"]
+    fitting = [c for c in anchored if _maybe_fits(c, race.budget_bytes, 1)]
+    if not fitting:
+        raise infeasible(race, proposals, compiled=False)
+    if not effort.partitioned:
+        return fitting[0]
+    ranked = _partitioned(race, _shortlist(_distinct(fitting), effort.partitioned))
+    if not ranked:
+        raise all_rejected(race)
+    return ranked[0]
+
+
+def choose_compiled(race: Race, effort: Effort) -> list[Candidate]:
+    """What is worth compiling: what was compiled before, then the best of those that were partitioned."""
+    hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
+    partitioned = PARTITIONED_PER_COMPILED * effort.compiled if effort.partitioned is None else effort.partitioned
+    ranked = _partitioned(race, _shortlist(_distinct(hopeful), max(partitioned, effort.compiled)))
+    known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
+    fresh = [c for c in ranked if c not in known]
+    places = max(0, effort.compiled - len(known))
+    return known + with_presets(fresh, places, presets_at_least=effort.compiled // 2, plain_at_least=places // 3)
+
+
+def _partitioned(race: Race, shortlist: list[Candidate]) -> list[Candidate]:
+    """Partitions candidates; returns them best first by what came of it, without those that fail."""
+    race.progress.say(f"partitioning {len(shortlist)} candidates")
+    times = race.partition(shortlist)
+
+    def key(candidate: Candidate) -> tuple[object, ...]:
+        excess = candidate.proposal.excess_bytes(race.budget_bytes)
+        seconds = float(f"{times[candidate.trial.key]:.4g}")
+        return excess, seconds, *candidate.proposal.order(race.budget_bytes)
+
+    return _distinct(sorted((c for c in shortlist if c.trial.key in times), key=key))
 
 
 def _next_best(race: Race, count: int) -> list[Candidate]:
@@ -93,14 +116,14 @@ def _next_best(race: Race, count: int) -> list[Candidate]:
         race.compile(candidate)
         if candidate.trial.status != "rejected":
             return [candidate]
-    raise _all_rejected(race)
+    raise all_rejected(race)
 
 
 def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Candidate:
     """Verifies and measures the best few; the fastest correct one, ties within noise by prediction."""
     left = list(fitting)
     while left:
-        chosen = _with_presets(left, effort.measured, presets_at_least=max(1, effort.measured // 2))
+        chosen = with_presets(left, effort.measured, presets_at_least=max(1, effort.measured // 2))
         for candidate in chosen:
             race.verify(candidate)
         rejected = [c for c in chosen if c.trial.status == "rejected"]
@@ -114,10 +137,10 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
         left = [c for c in left if c not in chosen]
         if not left:
             left = _next_best(race, effort.compiled)
-    raise _all_rejected(race)
+    raise all_rejected(race)
 
 
-def _by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
+def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
     """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest rules first."""
     best = min(c.order[0] for c in candidates)
 
@@ -150,7 +173,7 @@ def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
     return candidates[:count] + [c for c in candidates[count:] if c.is_preset or c in plain]
 
 
-def _with_presets(
+def with_presets(
     ranked: list[Candidate], count: int, presets_at_least: int, plain_at_least: int = 0
 ) -> list[Candidate]:
     """The best `count` of a ranking, some places (never the first) kept for the best presets and plain rule lists.
@@ -181,10 +204,11 @@ def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Ca
         race.compile(candidate)
         if candidate.trial.status != "rejected":
             return [candidate]
-    raise _infeasible(race, None, compiled=True) if race.budget_bytes is not None else _all_rejected(race)
+    raise infeasible(race, None, compiled=True) if race.budget_bytes is not None else all_rejected(race)
 
 
-def _infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> NoFeasiblePlanError:
+def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> NoFeasiblePlanError:
+    """The error of a search in which nothing fits the budget, with the smallest and what is largest in it."""
     budget = bytes_text(race.budget_bytes or 0)
     smallest = min(race.candidates, key=lambda c: c.proposal.prediction.peak_bytes)
     prediction = smallest.proposal.prediction
@@ -212,7 +236,8 @@ def _infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> N
     return NoFeasiblePlanError(f"{text}.\n{', '.join(advice)}, or shrink the batch.")
 
 
-def _all_rejected(race: Race) -> SearchFailedError:
+def all_rejected(race: Race) -> SearchFailedError:
+    """The error of a search in which everything that was tried was rejected, with the reasons."""
     reasons = [f"{c.trial.name}: {c.trial.reason}" for c in race.candidates if c.trial.status == "rejected"]
     listed = "\n  ".join(reasons[:12])
     return SearchFailedError(f"all {len(reasons)} candidates that were tried were rejected:\n  {listed}")
@@ -227,4 +252,5 @@ def best_so_far(race: Race, proposals: Proposals) -> Candidate:
     if measured:
         return race.fastest(measured)
     compiled = [c for c in alive if c.trial.compiled is not None]
-    return min(compiled or alive, key=lambda c: c.order)
+    fully = [c for c in compiled if c.trial.compiled is not None and c.trial.compiled.level == "full"]
+    return min(fully or compiled or alive, key=lambda c: c.order)

@@ -152,6 +152,7 @@ class Problem:
         groups: Groups of the arguments.
         mesh_axes: Size of each mesh axis, in mesh order.
         pins: Specs fixed by the user, by `Value.index`.
+        unstated: Roles without effect: no constraint and no argument has them (`constrain.unstated_roles`).
         signatures: Every distinct signature of the program's values and works, in a stable order.
         edge_signatures: Those of the argument and output leaves.
     """
@@ -160,6 +161,7 @@ class Problem:
     groups: Groups
     mesh_axes: Mapping[str, int]
     pins: Mapping[int, Spec] = field(default_factory=dict)
+    unstated: frozenset[int] = frozenset()
     signatures: tuple[Signature, ...] = field(init=False, repr=False)
     edge_signatures: tuple[Signature, ...] = field(init=False, repr=False)
     _of_value: tuple[Signature, ...] = field(init=False, repr=False)
@@ -167,7 +169,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         program, inside = self.roles.axes.program, self.groups.optimizer_values
-        of_value = tuple((self.roles.of_value[v.index], v.shape, v.index in inside) for v in program.values)
+        of_value = tuple((self._able(self.roles.of_value[v.index]), v.shape, v.index in inside) for v in program.values)
         of_work = tuple(map(self._signature_of_work, program.eqns))
         edges = {of_value[v.index] for v in (*program.body.inputs, *program.body.outputs)}
 
@@ -197,7 +199,10 @@ class Problem:
         loops = self.roles.loops(eqn)
         able = (NO_AXIS if k is LoopKind.WHOLE else role for k, (role, _) in zip(rule.kinds, loops, strict=True))
         optimizer = any(v.index in self.groups.optimizer_values for v in eqn.outputs)
-        return tuple(able), tuple(size for _, size in loops), optimizer
+        return self._able(able), tuple(size for _, size in loops), optimizer
+
+    def _able(self, roles: Iterable[int]) -> tuple[int, ...]:
+        return tuple(NO_AXIS if role in self.unstated else role for role in roles)
 
 
 def bind(problem: Problem, rule: AxisRule) -> BoundRule:

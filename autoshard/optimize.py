@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autoshard.advice import Advised, advise
 from autoshard.apply import rebinder
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
+from autoshard.compile_cache import CompileCache, default_folder
+from autoshard.compile_pool import CompilePool
 from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Predictor
@@ -27,11 +30,15 @@ from autoshard.interrupt import Interrupts
 from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
 from autoshard.meshes import MeshInfo
-from autoshard.plan import Plan, Verification, own_version
+from autoshard.plan import Plan, Verification
 from autoshard.prepare import Pins, Prepared, make_request, prepare
 from autoshard.progress import Progress
 from autoshard.race import Candidate, Race
 from autoshard.search.proposer import Proposals, propose
+from autoshard.tabulate import own_version
+from autoshard.target import mesh_on
+from autoshard.target_ladder import climb_target
+from autoshard.target_topology import require_compiler
 
 _SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 _UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
@@ -43,6 +50,7 @@ def optimize(
     example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,
     *,
+    target: str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -58,6 +66,7 @@ def optimize(
     isolate: bool = False,
     compile_timeout_s: float = 600.0,
     compile_memory_bytes: int | str | None = None,
+    cache_dir: str | Path | None = "auto",
     storage: str | Path | None = None,
     study: str | None = None,
     seed: int = 0,
@@ -70,6 +79,8 @@ def optimize(
         example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct` (values
             for verifying and measuring are then made here); or a function that returns them.
         mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`.
+        target: Hardware that is not here, such as `"tpu:v5e:4x4"`, with `mesh` as text; see `autoshard.target`. Nothing
+            is run on it: candidates are compiled by its real compiler, in processes of their own, and not measured.
         example_kwargs: Keyword arguments.
         static_argnums: As for `jax.jit`.
         static_argnames: As for `jax.jit`.
@@ -79,8 +90,9 @@ def optimize(
             are matched by structure and shapes.
         pins: Leaf paths (or `re.compile(...)`) to PartitionSpecs that stay fixed; or another Plan or SpecTable.
         user_constraints: `"pin"` keeps the function's own `with_sharding_constraint`s, `"ignore"` drops them.
-        memory_budget_bytes: Per device, an int or text such as `"16GiB"`.
-        hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the mesh's devices.
+        memory_budget_bytes: Per device, an int or text such as `"16GiB"`; on a target at most what the part has.
+        hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the mesh's devices, with
+            the slower network as the link of mesh axes that leave a TPU slice or a GPU host.
         effort: How many candidates are compiled and measured.
         compiler_options: Passed to XLA as they are.
         isolate: Compile each candidate in a process of its own first: one whose compilation aborts, hangs or runs out
@@ -88,6 +100,8 @@ def optimize(
         compile_timeout_s: With `isolate`, a compilation that takes longer has failed.
         compile_memory_bytes: With `isolate`, what the compiler's process may allocate, an int or text such as
             `"16GiB"`.
+        cache_dir: Where it is kept what compiled programs for targets said; `"auto"` is `autoshard` in the user's cache
+            folder, None keeps nothing.
         storage: A journal file or Optuna storage URL in which the study is kept, to continue it later.
         study: The study's name in it.
         seed: Of the sampler.
@@ -102,21 +116,35 @@ def optimize(
         SearchFailedError: If every candidate was rejected.
         AutoshardError: For arguments that are not of the documented form; the message says which and how to mend it.
     """
+    began = time.monotonic()
     effort = Effort() if effort is None else effort
     budget_bytes = parse_bytes(memory_budget_bytes)
     if not compile_timeout_s > 0:
         raise ArgumentError(f"compile_timeout_s={compile_timeout_s!r}: it must be more than 0.")
     compiler_bytes = parse_bytes(compile_memory_bytes, "compile_memory_bytes")
     request, call = make_request(
-        fn, example_args, mesh, example_kwargs=example_kwargs, static_argnums=static_argnums,
+        fn, example_args, mesh_on(target, mesh), example_kwargs=example_kwargs, static_argnums=static_argnums,
         static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames, carry=carry,
         pins=pins, user_constraints=user_constraints,
     )  # fmt: skip
     machine = resolve_hardware(hardware, request.mesh)
     isolation: AbstractContextManager[Isolation | None] = nullcontext()
-    if isolate:
+    compilers: AbstractContextManager[CompilePool | None] = nullcontext()
+    if request.mesh.target is not None:
+        if effort.compiled:
+            require_compiler(request.mesh.target)
+        budget_bytes = _within(request.mesh.target.memory_bytes, budget_bytes)
+        folder = default_folder() if cache_dir == "auto" else cache_dir
+        cache = CompileCache(Path(folder)) if folder is not None else None
+        compilers = CompilePool(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes, cache=cache)
+    elif isolate:
         isolation = Isolation(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes)
-    with Interrupts() as interrupts, Progress(progress, interrupts) as reporter, isolation as isolated:
+    with (
+        Interrupts() as interrupts,
+        Progress(progress, interrupts) as reporter,
+        isolation as isolated,
+        compilers as pool,
+    ):
         prepared = prepare(request, call)
         problem, program = prepared.problem, prepared.traced.program
         reporter.say(
@@ -145,24 +173,48 @@ def optimize(
         race.deadline_s = None if effort.seconds is None else started + effort.seconds
         interrupted = proposals.interrupted
         try:
-            winner = best_so_far(race, proposals) if interrupted else climb(race, proposals, effort)
+            if interrupted:
+                winner = best_so_far(race, proposals)
+            elif pool is not None:
+                winner = climb_target(race, proposals, effort, pool)
+            else:
+                winner = climb(race, proposals, effort)
         except KeyboardInterrupt:
             interrupted = True
             winner = best_so_far(race, proposals)
         if interrupted:
             reporter.say("interrupted; returning the best so far")
-    return _plan(race, proposals, winner, compiler_options, interrupted)
+        advice = () if interrupted else _advice(race, winner)
+    plan = _plan(race, proposals, winner, compiler_options, interrupted)
+    plan.advice = advice
+    plan.notes += tuple(f"advice: {line}" for line in advice)
+    plan.when, plan.search_s = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic() - began
+    return plan
+
+
+def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
+    race.progress.doing("looking for changes of the program that would gain more")
+    backend = backend_for(race.prepared.request.mesh.platform)
+    case = Advised(
+        race.prepared, winner.layout, race.predictor.hardware, backend, race.budget_bytes, winner.proposal.prediction
+    )
+    with suppress(KeyboardInterrupt):
+        return advise(case)
+    return ()
 
 
 def _plan(
     race: Race, proposals: Proposals, winner: Candidate, compiler_options: CompilerOptions | None, interrupted: bool
 ) -> Plan:
     winner.trial = replace(winner.trial, status="winner")
+    target = race.prepared.request.mesh.target
     if winner.trial.verified is not None:
         found = winner.trial.verified
         verified = Verification(
             True, f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
         )
+    elif target is not None:
+        verified = Verification(False, race.reference_failure or f"nothing runs on {target}, which is not here")
     elif interrupted:
         verified = Verification(False, "the search was interrupted before the comparison")
     else:
@@ -191,7 +243,7 @@ def _identity(prepared: Prepared) -> dict[str, str]:
     return {
         "program": prepared.traced.program.fingerprint,
         "mesh": ",".join(f"{name}={size}" for name, size in mesh.axes.items()),
-        "devices": mesh.device_kind,
+        "devices": str(mesh.target or mesh.device_kind),
         "jax": jax.__version__,
         "autoshard": own_version(),
     }
@@ -221,5 +273,11 @@ def resolve_hardware(hardware: Hardware | str | None, mesh: MeshInfo) -> Hardwar
     if hardware is not None:
         if Path(hardware).suffix == ".json":
             return Hardware.load(hardware)
-        return hardware_for(hardware)
-    return hardware_for(mesh.device_kind)
+        return hardware_for(hardware).with_far_axes(mesh.far_axes)
+    return hardware_for(mesh.device_kind).with_far_axes(mesh.far_axes)
+
+
+def _within(capacity_bytes: int | None, budget_bytes: int | None) -> int | None:
+    """The smaller of what a device has and what is allowed."""
+    known = [size for size in (capacity_bytes, budget_bytes) if size is not None]
+    return min(known, default=None)

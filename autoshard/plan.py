@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -15,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import report
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.constrain import PlacedConstraint, constraints_for, placed
-from autoshard.errors import ArgumentError, PathError
+from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
-from autoshard.table import SCHEMA, ConstraintEntry, Leaf, MeshEntry, SpecTable, spec_to_entry
+from autoshard.table import SpecTable
+from autoshard.tabulate import table_of
 from autoshard.trace import Traced
 from autoshard.trial import Skipped, Trial
 
@@ -53,7 +53,10 @@ class Plan:
         verified: Whether outputs were compared with a reference, and which.
         trials: Every candidate with prediction, evidence or rejection.
         skipped: Presets that make no sense for this function, with the reason.
-        notes: What a person should know (carry that was assumed, effects, conversions).
+        notes: What a person should know (carry that was assumed, effects, conversions, advice).
+        advice: Changes of the program that are predicted to gain more, one line each; see `autoshard.advice`.
+        when: Date and time (UTC) at which the search ended; "" if nothing was searched.
+        search_s: How long it took.
     """
 
     user_fn: Callable[..., Any]
@@ -66,8 +69,11 @@ class Plan:
     trials: tuple[Trial, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     compiler_options: CompilerOptions | None = None
     compiled: Compiled | None = None
+    when: str = ""
+    search_s: float | None = None
     rebind: Callable[[Plan, Call], Plan] | None = field(default=None, repr=False)
     _built: Built | None = field(default=None, repr=False)
     _others: list[Plan] = field(default_factory=list, repr=False)
@@ -105,28 +111,7 @@ class Plan:
     @property
     def table(self) -> SpecTable:
         """The plan as a file; `plan.table.save(path)`."""
-        program, layout = self.traced.program, self.layout
-
-        def leaves(paths: Sequence[str], values: Sequence[Any], specs: Sequence[Any]) -> dict[str, Leaf]:
-            rows = zip(paths, values, specs, strict=True)
-            return {path: Leaf(list(v.shape), v.dtype, spec_to_entry(spec)) for path, v, spec in sorted_rows(rows)}
-
-        return SpecTable(
-            schema=SCHEMA,
-            function=program.name,
-            fingerprint=program.fingerprint,
-            versions={"autoshard": own_version(), "jax": jax.__version__},
-            mesh=MeshEntry(dict(self.mesh.axes), list(self.mesh.axis_types)),
-            rules=[str(rule) for rule in self.rules],
-            constraints="anchors" if layout.inside else "arguments",
-            verified=str(self.verified),
-            inputs=leaves(program.input_paths, program.body.inputs, layout.input_specs()),
-            outputs=leaves(program.output_paths, program.body.outputs, layout.output_specs()),
-            inside=[
-                ConstraintEntry(c.source, c.primitive, c.place, list(c.shape), str(c.spec)) for c in self.constraints
-            ],
-            evidence=[trial.to_dict() for trial in self.trials if trial.status != "predicted"],
-        )
+        return table_of(self)
 
     def __str__(self) -> str:
         return report.plan_text(self)
@@ -147,11 +132,13 @@ class Plan:
     def compile(self) -> Compiled:
         """The compiled program: the one the search compiled, else compiled now, once."""
         if self.compiled is None:
+            self._needs_devices("compile()")
             self.compiled = compile_built(self.built, self.mesh, compiler_options=self.compiler_options)
         return self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are consumed."""
+        self._needs_devices("calling the plan")
         call = flatten_call(self.user_fn, args, kwargs, self.options)
         plan = self if call.same_as(self.traced.call) else self._for(call)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
@@ -195,6 +182,7 @@ class Plan:
             ArgumentError: If the function has no such argument.
             PathError: If the tree has other leaves than the argument had.
         """
+        self._needs_devices("place(...)")
         paths = self.traced.program.input_paths
         owners = self.traced.call.owners
         owner: int | str = argument
@@ -218,6 +206,14 @@ class Plan:
             if avals[number].dtype != jax.dtypes.float0:
                 leaves[position] = _private(leaves[position], shardings[number])
         return jax.tree.unflatten(treedef, leaves)
+
+    def _needs_devices(self, what: str) -> None:
+        if self.mesh.target is not None:
+            raise TargetError(
+                f"{what}: this plan is for {self.mesh.target}, which is not here, so nothing can run on it. Save its "
+                f"table, plan.table.save(path), and apply it where the devices are: autoshard.apply(fn, args, mesh, "
+                f"path)."
+            )
 
     def _for(self, call: Call) -> Plan:
         """The plan for another signature: traced anew, the same rules, no search; remembered."""
@@ -265,20 +261,3 @@ def _private(leaf: Any, sharding: NamedSharding) -> Any:
     there = sharding.devices_indices_map(leaf.shape)
     shared = any(here.get(device) == index for device, index in there.items())
     return placed.copy() if shared else placed
-
-
-def sorted_rows(rows: Any) -> list[Any]:
-    """Rows by leaf path, numbers inside paths in numeric order.
-
-    >>> sorted_rows([("w/10", 1), ("w/9", 2)])
-    [('w/9', 2), ('w/10', 1)]
-    """
-    return sorted(rows, key=lambda row: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in row[0].split("/")])
-
-
-def own_version() -> str:
-    """Version of autoshard, `unknown` where it runs from a bare checkout."""
-    try:
-        return version("autoshard")
-    except PackageNotFoundError:
-        return "unknown"

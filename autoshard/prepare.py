@@ -11,8 +11,10 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.carry import Carry, matching_state, resolve_carry
+from autoshard.constrain import unstated_roles
+from autoshard.dim_rules import LoopKind
 from autoshard.dim_rules.special import KERNELS
-from autoshard.dims import logical_axes
+from autoshard.dims import LogicalAxes, logical_axes
 from autoshard.discover import RuleFinder
 from autoshard.errors import ArgumentError, PathError
 from autoshard.groups import find_groups
@@ -125,11 +127,12 @@ def prepare(request: Request, call: Call) -> Prepared:
     )
     finder = RuleFinder()
     axes = logical_axes(program, carry, finder.rule_for)
-    notes += finder.notes
+    notes += [*finder.notes, *_notes_on_kernels(axes)]
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
     pins |= resolve_pins(_pin_map(request.pins, program.input_paths), program, mesh.axes, carry)
-    problem = Problem(find_roles(axes), groups, mesh.axes, pins)
+    roles = find_roles(axes)
+    problem = Problem(roles, groups, mesh.axes, pins, unstated_roles(roles))
     return Prepared(request, traced, problem, carry, tuple(notes))
 
 
@@ -142,12 +145,6 @@ def _notes_on(program: Program) -> list[str]:
         notes.append(
             f"side effects ({listed}): they happen whenever a candidate is verified or measured, and when it runs"
         )
-    kernels = {e.primitive: e for e in program.eqns if e.primitive in KERNELS and not e.params.get("interpret")}
-    for name, eqn in kernels.items():
-        notes.append(
-            f"WARNING: {name} ({source_line(eqn)}) is opaque: its operands are gathered and every device runs all of "
-            f"it. Wrap it in jax.shard_map over its batch or heads dimensions"
-        )
     large = [v for v in program.captured() if v.bytes >= LARGE_CONSTANT_BYTES]
     if large:
         listed = ", ".join(f"{v.dtype}{list(v.shape)}" for v in large[:3])
@@ -156,6 +153,30 @@ def _notes_on(program: Program) -> list[str]:
             f"pass them as arguments and they can be sharded"
         )
     return notes
+
+
+def _notes_on_kernels(axes: LogicalAxes) -> list[str]:
+    """For each kernel of the program whether it can be run by pieces."""
+    notes = {}
+    for eqn in axes.program.eqns:
+        if eqn.primitive not in KERNELS:
+            continue
+        where = f"{eqn.primitive} ({source_line(eqn)})"
+        if any(kind is not LoopKind.WHOLE for kind in axes.rules[eqn.index].kinds):
+            shown = (
+                "its grid and index maps show" if eqn.primitive == "pallas_call" else "running it on small arrays shows"
+            )
+            notes[where] = (
+                f"{where} is put into a shard_map where a layout splits its work: {shown} where it can be cut"
+            )
+        elif not eqn.params.get("interpret"):
+            notes[where] = (
+                f"WARNING: {where} is opaque: its operands are gathered and every device runs all of it. Wrap it in "
+                f"jax.shard_map over its batch or heads dimensions"
+            )
+            if eqn.primitive == "pallas_call" and eqn.params["grid_mapping"].scratch_avals:
+                notes[where] += ", or declare the axes of its grid that share no scratch memory 'parallel'"
+    return list(notes.values())
 
 
 def _pin_map(pins: Pins, paths: Sequence[str]) -> Mapping[str | re.Pattern[str], PartitionSpec]:

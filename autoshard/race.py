@@ -93,6 +93,8 @@ class Race:
     isolation: Isolation | None = None
     notes: list[str] = field(default_factory=list)
     deadline_s: float | None = None
+    refusals: list[int] = field(default_factory=list)
+    """Bytes that programs need which the compiler refuses."""
 
     def enter(self, proposals: Iterable[Proposal]) -> None:
         """Enters each proposal twice: with constraints inside, and for arguments only; best first by prediction.
@@ -137,13 +139,15 @@ class Race:
             trial = replace(stored, name=trial.name, origin=trial.origin, predicted=predicted)
         self.candidates.append(Candidate(layout, proposal, trial))
 
-    def _keep(self, candidate: Candidate) -> None:
+    def keep(self, candidate: Candidate) -> None:
+        """Keeps what a candidate earned in the study."""
         self.evidence.put(candidate.trial.key, candidate.trial.to_dict())
 
-    def _reject(self, candidate: Candidate, reason: str) -> None:
+    def reject(self, candidate: Candidate, reason: str) -> None:
+        """Takes a candidate out of the race."""
         candidate.trial = candidate.trial.reject(reason)
         candidate.compiled = None
-        self._keep(candidate)
+        self.keep(candidate)
         self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
 
     # Rungs ----------------------------------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ class Race:
                 candidate.built = build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
                 found = partition(candidate.built.lower(), self.prepared.request.mesh.axes)
             except Exception as error:
-                self._reject(candidate, f"lowering failed: {_one_line(error)}")
+                self.reject(candidate, f"lowering failed: {one_line(error)}")
                 continue
             if isinstance(found, PartitionFailure):
                 log.info("%s: not partitioned (%s)", candidate.trial.name, found.reason)
@@ -205,7 +209,7 @@ class Race:
             built = candidate.built or build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
             found = trial.compiled or self._isolated(built, compute_s)
             if isinstance(found, Failure):
-                self._reject(candidate, f"compilation failed: {found.reason}")
+                self.reject(candidate, f"compilation failed: {found.reason}")
                 return
             if found is None or to_run:
                 candidate.compiled = compile_built(
@@ -216,16 +220,16 @@ class Race:
                 )
                 found = found or candidate.compiled.evidence
         except Exception as error:
-            self._reject(candidate, f"compilation failed: {_one_line(error)}")
+            self.reject(candidate, f"compilation failed: {one_line(error)}")
             return
         if trial.compiled is not None:
             return  # its evidence stands
         candidate.trial = replace(trial, status="compiled", compiled=found)
         over = self.over_budget(candidate)
         if over:
-            self._reject(candidate, over)
+            self.reject(candidate, over)
             return
-        self._keep(candidate)
+        self.keep(candidate)
         self.progress.say(
             f"{trial.name}: compiled in {seconds_text(found.compile_s)}, {bytes_text(found.collective_bytes)} moved, "
             f"peak {bytes_text(found.peak_bytes)}"
@@ -270,7 +274,7 @@ class Race:
         try:
             reference, shrunk = self._reference(candidate)
         except Exception as error:
-            self.reference_failure = f"nothing to compare with: {_one_line(error)}"
+            self.reference_failure = f"nothing to compare with: {one_line(error)}"
             return
         try:
             found, agrees = self._compare(candidate.compiled, self.inputs, reference)
@@ -279,17 +283,17 @@ class Race:
                 text = f"{found.against}, and the {small.against} at sizes divided by up to {shrunk.factor}"
                 found = replace(small if not agrees else found, against=text)
         except Exception as error:
-            self._reject(candidate, f"running failed: {_one_line(error)}")
+            self.reject(candidate, f"running failed: {one_line(error)}")
             return
         candidate.trial = replace(candidate.trial, verified=found)
         if not agrees:
-            self._reject(
+            self.reject(
                 candidate,
                 f"wrong numbers: {found.leaf} differs from that of the {found.against} by {found.max_abs_err:.3g}, "
                 f"tolerance {found.tolerance:.3g}",
             )
             return
-        self._keep(candidate)
+        self.keep(candidate)
 
     def _compare(self, compiled: Compiled, inputs: Inputs, reference: Reference) -> tuple[Verified, bool]:
         return reference.compare(compiled.executable(*inputs.place(compiled.built.in_shardings)))
@@ -352,12 +356,12 @@ class Race:
                     ),
                 )
             except RunError as failure:
-                self._reject(by_name.pop(failure.name), f"running failed: {failure.reason}")
+                self.reject(by_name.pop(failure.name), f"running failed: {failure.reason}")
                 continue
             for name, measured in found.items():
                 candidate = by_name[name]
                 candidate.trial = replace(candidate.trial, status="measured", measured=measured)
-                self._keep(candidate)
+                self.keep(candidate)
                 self.progress.say(f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)")
             return
 
@@ -379,7 +383,7 @@ class Race:
         return need + peak <= memory
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Type and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}"

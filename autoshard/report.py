@@ -10,8 +10,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from autoshard.errors import TableError
 from autoshard.evidence import Collective
-from autoshard.table import Leaf, SpecTable, spec_from_entry
+from autoshard.table import SpecTable, spec_text
+from autoshard.table_patterns import Each, fold
+from autoshard.table_reading import shown
 from autoshard.trial import Skipped, Trial
 
 if TYPE_CHECKING:
@@ -63,7 +66,12 @@ def render(*parts: object, width: int = WIDTH) -> str:
         console.print(part)
     file = console.file
     assert isinstance(file, io.StringIO)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return "\n".join(printable(line.rstrip()) for line in file.getvalue().split("\n")).rstrip("\n")
+
+
+def printable(line: str) -> str:
+    """A line without what a terminal would act on: names in tables and programs may be anybody's."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
@@ -137,15 +145,11 @@ def plan_text(plan: Plan) -> str:
     if winner is not None and winner.measured is not None:
         lines.append(f"measured: median {seconds_text(winner.measured.median_s)} of {winner.measured.rounds} rounds")
     lines += [f"note: {note}" for note in plan.notes]
-    inputs = plan.traced.program.body.inputs
-    specs = _specs_table(
-        (path, f"{value.dtype}{list(value.shape)}", str(spec))
-        for (path, spec), value in zip(plan.specs.items(), inputs, strict=True)
-    )
-    shown = [specs]
+    specs = _specs_table(plan.table)
+    parts = [specs]
     if plan.trials:
-        shown.append(trials_table(plan.trials))
-    return render("\n".join(lines), *shown, skipped_text(plan.skipped)).rstrip()
+        parts.append(trials_table(plan.trials))
+    return render("\n".join(lines), *parts, skipped_text(plan.skipped)).rstrip()
 
 
 def skipped_text(skipped: Iterable[Skipped]) -> str:
@@ -157,25 +161,43 @@ def table_text(table: SpecTable) -> str:
     """A spec table for people."""
     mesh = ", ".join(f"{name}={size}" for name, size in table.mesh.axes.items())
     where = "stated inside the function too" if table.constraints == "anchors" else "arguments and outputs only"
+    found = table.evidence
     lines = [
         f"plan of {table.function} on {mesh}, written with jax {table.versions.get('jax')}",
         f"rules ({where}):",
         *(f"  {rule}" for rule in table.rules or ["none: everything is replicated"]),
         f"verified: {table.verified}",
     ]
-    specs = _specs_table((p, f"{leaf.dtype}{leaf.shape}", _spec_text(leaf)) for p, leaf in table.inputs.items())
-    trials = [msgspec.convert(record, Trial) for record in table.evidence]
-    return render("\n".join(lines), specs, *([trials_table(trials)] if trials else [])).rstrip()
+    if found.when:
+        hardware = f"{found.hardware.get('devices', '?')} x {found.hardware.get('kind', '?')}"
+        lines.append(f"searched: {found.when} for {seconds_text(found.search_s or 0.0)}, {hardware}")
+    if table.edited:
+        lines.append("STALE: specs or rules were edited after the search; the numbers below are of the plan before")
+    trials = trials_of(table)
+    return render("\n".join(lines), _specs_table(table), *([trials_table(trials)] if trials else [])).rstrip()
 
 
-def _spec_text(leaf: Leaf) -> str:
-    return str(spec_from_entry(leaf.spec)).replace("PartitionSpec", "P")
+def trials_of(table: SpecTable) -> list[Trial]:
+    """The candidates in a table's evidence.
+
+    Raises:
+        TableError: If a record is none.
+    """
+    try:
+        return [msgspec.convert(record, Trial) for record in table.evidence.candidates]
+    except msgspec.ValidationError as error:
+        raise TableError(
+            f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from version control."
+        ) from None
 
 
-def _specs_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+def _specs_table(table: SpecTable) -> Table:
+    """The argument leaves, regular ones folded."""
     specs = Table(title="specs", title_justify="left")
-    for name in ("leaf", "shape", "spec"):
+    for name in ("leaf", "shape", "spec", "*"):
         specs.add_column(name, no_wrap=True)
-    for row in rows:
-        specs.add_row(*row)
+    rows = {p: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for p, leaf in table.inputs.items()}
+    folded: dict[str, tuple[Each, tuple[str, str]]] = fold(rows)
+    for path, (each, (shape, spec)) in folded.items():
+        specs.add_row(path, shape, spec, "; ".join(each))
     return specs

@@ -19,16 +19,35 @@ from autoshard.trace import HOST_EFFECTS
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """A kernel that every device runs on its own pieces, in a `shard_map`.
+
+    Attributes:
+        operands: The spec of each operand.
+        results: The spec of each result.
+        params: The parameters of the equation as one device runs it.
+        summed: Mesh axes over which the results of the pieces are added.
+    """
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    params: Mapping[str, Any]
+    summed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EqnConstraints:
     """What to state around one equation, by position of the operand or result.
 
     Attributes:
         operands: The spec an operand is brought to before the work.
         results: The spec of the raw result (the work), then that of the stored result where the two differ.
+        pieces: How a kernel is run by pieces; None for what the partitioner splits itself.
     """
 
     operands: Mapping[int, PartitionSpec] = field(default_factory=dict)
     results: Mapping[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
+    pieces: Pieces | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +63,9 @@ class Constraints:
     outputs: Mapping[tuple[int, int], Mapping[int, PartitionSpec]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        inner = sum(len(c.operands) + sum(map(len, c.results.values())) for c in self.eqns.values())
+        inner = sum(
+            len(c.operands) + sum(map(len, c.results.values())) + (c.pieces is not None) for c in self.eqns.values()
+        )
         return inner + sum(map(len, self.outputs.values()))
 
 
@@ -61,7 +82,7 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
     Returns:
         A closed jaxpr; `as_function` makes a callable of it.
     """
-    make = compat.ConstraintMaker(mesh)
+    make, in_pieces = compat.ConstraintMaker(mesh), compat.ShardMapMaker(mesh)
 
     def rewrite(jaxpr: Any, body: Body, owner: tuple[int, int] | None) -> Any:
         eqns: list[Any] = []
@@ -92,8 +113,11 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
                     target = stored if step == len(specs) - 1 else compat.new_var(stored.aval)
                     after.append(make(raw, target, spec, eqn))
                     raw = target
-            eqns.append(eqn.replace(params=params, invars=invars, outvars=outvars))
-            eqns.extend(after)
+            made = eqn.replace(params=params, invars=invars, outvars=outvars)
+            if wanted.pieces is not None:
+                cut = wanted.pieces
+                made = in_pieces(made, made.replace(params=cut.params), cut.operands, cut.results, cut.summed)
+            eqns += [made, *after]
         outvars = list(jaxpr.outvars)
         if owner is not None and last is not None:
             for position, spec in sorted(constraints.outputs.get(owner, {}).items()):

@@ -242,6 +242,22 @@ def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
     return Mesh(_arranged(wanted, axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def mesh_on(target_name: str | None, mesh: Mesh | str) -> Mesh | str:
+    """The mesh that `optimize(..., mesh, target=...)` means.
+
+    Raises:
+        TargetError: If a target is named and the mesh is none of text, or does not match it.
+    """
+    if target_name is None:
+        return mesh
+    if not isinstance(mesh, str):
+        raise TargetError(
+            f"target={target_name!r} with a mesh that has devices already. Write the mesh as text, such as "
+            f"'data=4,model=4', or leave target out."
+        )
+    return target(target_name, mesh)
+
+
 def _arranged(wanted: Target, axes: Mapping[str, int]) -> NDArray[Any]:
     """The devices in the shape of the mesh: TPU chips so that neighbours of the mesh are neighbours of the torus."""
     devices, shape = wanted.devices(), tuple(axes.values())

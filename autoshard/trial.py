@@ -43,8 +43,11 @@ class CompiledEvidence:
         peak_bytes: arguments + outputs - aliases + temporaries on CPU, the compiler's own peak elsewhere.
         full_remat_warnings: "Involuntary full rematerialization" warnings of the partitioner.
         flops: The compiler's count for one device, loop bodies once; 0 where it gives none.
-        time_s: Alpha-beta seconds of the compiled collectives and predicted compute.
+        time_s: Seconds of a step: alpha-beta seconds of the compiled collectives, and `compute_s`.
         compile_s: Seconds it took to compile.
+        compute_s: Seconds of compute in `time_s`.
+        compute_from: Whose word that is: the model's (`predicted`) or the compiler's own estimate (`compiler`).
+        level: How far the compiler optimised: `quick` is good for memory and a ranking, `full` is what would run.
     """
 
     collectives: tuple[Collective, ...]
@@ -58,6 +61,9 @@ class CompiledEvidence:
     flops: float
     time_s: float
     compile_s: float
+    compute_s: float = 0.0
+    compute_from: Literal["predicted", "compiler"] = "predicted"
+    level: Literal["quick", "full"] = "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class Uses:
         readers: (equation, loops of the operand), one per kind of reader.
         members: [values] their `Value.index`.
         spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind that reads a value.
-        times: How often such a value is made per call.
+        times: How often such a value is moved per call: as often as it is made, never where it depends on no argument,
+            for it is then made as it is read (but takes memory).
     """
 
     value: Value
@@ -108,13 +109,14 @@ class _Builder:
                 works.setdefault(key, []).append(eqn)
                 work_times[key] += times
                 for operand in self._operands(eqn.inputs, self._axes.rules[eqn.index].operands):
-                    if not operand.constant:
+                    if not operand.constant or eqn.primitive not in FUSED:
                         readers[operand.value].setdefault((number, operand.loops), []).append((eqn, operand.loops))
             for value, found in readers.items():
-                use_key = (self._seen(value), frozenset(found))
+                constant = self._axes.constant[value.index]
+                use_key = (self._seen(value), constant, frozenset(found))
                 uses[use_key].append({kind: found[kind] for kind in sorted(found, key=repr)})
                 values[use_key].append(value)
-                use_times[use_key] += times
+                use_times[use_key] += 0.0 if constant else times
         return Classes(
             tuple(self._work(eqns[0], work_times[key]) for key, eqns in works.items()),
             tuple(self._uses(values[key], members, use_times[key]) for key, members in uses.items()),

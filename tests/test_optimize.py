@@ -338,10 +338,10 @@ def test_bad_input_is_a_clear_error(what: str) -> None:
         autoshard.optimize(**arguments)
 
 
-def test_a_table_of_another_mesh_or_function_is_refused(plan: autoshard.Plan, mesh: Mesh) -> None:
+def test_a_table_of_other_mesh_axes_or_another_function_is_refused(plan: autoshard.Plan, mesh: Mesh) -> None:
     table = plan.table
-    with pytest.raises(autoshard.TableError, match=r"'data': 4.*'data': 2"):
-        autoshard.apply(decoder_step, decoder_args(), "data=2,model=4", table)
+    with pytest.raises(autoshard.TableError, match=r"'data': 4.*'x': 2.*without 'data'"):
+        autoshard.apply(decoder_step, decoder_args(), "x=2,model=4", table)
     with pytest.raises(autoshard.TableError, match=r"decoder_step.*mlp_step.*gone"):
         autoshard.apply(mlp_step, mlp_args(), mesh, table)
 

@@ -29,6 +29,7 @@ class Loops:
         self.operands = tuple(tuple(shape) for shape in operands)
         self.results = tuple(tuple(shape) for shape in results)
         self._kinds: list[LoopKind] = []
+        self._pieces: list[tuple[int, int]] = []
         self._operand_loops = [[_UNSTATED] * len(shape) for shape in self.operands]
         self._result_loops = [[_UNSTATED] * len(shape) for shape in self.results]
 
@@ -37,15 +38,20 @@ class Loops:
         """No loops yet, over the operands and results of an equation."""
         return cls([v.shape for v in eqn.inputs], [v.shape for v in eqn.outputs])
 
-    def add(self, kind: LoopKind, operands: Iterable[Place] = (), results: Iterable[Place] = ()) -> None:
+    def add(
+        self, kind: LoopKind, operands: Iterable[Place] = (), results: Iterable[Place] = (), pieces: int | None = None
+    ) -> None:
         """States that these dimensions run over one loop.
 
         Args:
             kind: Kind of the loop.
             operands: (operand, dimension) pairs without a loop so far.
             results: (result, dimension) pairs without a loop so far.
+            pieces: It can be cut into a divisor of so many pieces only.
         """
         loop = len(self._kinds)
+        if pieces is not None:
+            self._pieces.append((loop, pieces))
         self._kinds.append(kind)
         for places, table in ((operands, self._operand_loops), (results, self._result_loops)):
             for position, dim in places:
@@ -83,7 +89,7 @@ class Loops:
             return tuple(tuple(own_loop() if loop == _UNSTATED else loop for loop in row) for row in table)
 
         operands, results = complete(self._operand_loops), complete(self._result_loops)
-        return DimRule(tuple(kinds), operands, results, combine)
+        return DimRule(tuple(kinds), operands, results, combine, tuple(self._pieces))
 
 
 def whole_rule(eqn: Eqn) -> DimRule:

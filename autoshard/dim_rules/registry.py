@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autoshard.dim_rules import (
+    attention,
     contraction,
     elementwise,
     indexing,
@@ -58,6 +59,7 @@ class Entry:
 _FAMILIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
     {
         "elementwise": elementwise.RULES,
+        "attention": attention.RULES,
         "contraction": contraction.RULES,
         "windows": windows.RULES,
         "shape": shape.RULES,

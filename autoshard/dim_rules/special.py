@@ -41,10 +41,9 @@ _COLLECTIVE = """
 _CALLBACK = "check debug_callback debug_print inspect_sharding io_callback pure_callback"
 
 _KERNEL = """
-    call_exported cudnn_fusion custom_call custom_partitioning dot_product_attention_bwd
-    dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper ffi_call pallas_call
+    call_exported cudnn_fusion custom_call dot_product_attention_bwd dot_product_attention_fp8_bwd
+    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fwd ffi_call pallas_call
 """
 
 _REFERENCE = "addupdate broadcast_to create_linear get pin swap unpin"
@@ -56,6 +55,7 @@ _NO_DATA = """
 OPAQUE: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(_COLLECTIVE.split(), "a collective over a manual mesh axis: its operands are already local pieces")
     | dict.fromkeys(_CALLBACK.split(), "runs on the host, with the whole array")
+    | {"custom_partitioning": "its own partitioning rule decides"}
     | dict.fromkeys(_KERNEL.split(), "a kernel or executable that cannot be looked into")
     | dict.fromkeys(_REFERENCE.split(), "reads or writes a mutable reference")
     | dict.fromkeys(_NO_DATA.split(), "orders effects or yields scalars; no array passes through it")

@@ -37,6 +37,7 @@ class DimRule:
         operands: For each operand, the loop of each of its dimensions.
         results: For each result, the loop of each of its dimensions.
         combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`, `and`, `or`, `xor`.
+        pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that divide their sizes.
 
     A dimension always has a loop. A dimension that is related to nothing has a WHOLE loop of its own.
     """
@@ -45,3 +46,4 @@ class DimRule:
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     combine: str = "add"
+    pieces: tuple[tuple[int, int], ...] = ()

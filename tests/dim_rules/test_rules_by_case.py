@@ -13,6 +13,8 @@ _NEEDS_A_MESH = "the identity, with a mesh or layout that a test without devices
 _POSITION = "its numbers depend on the position of an element in the whole array"
 
 NOT_RUN = {
+    "dot_product_attention_bwd_wrapper": "runs on a GPU only",
+    "dot_product_attention_fwd_wrapper": "runs on a GPU only",
     "empty2": "has no defined contents",
     "from_edtype": "takes types of extensions only",
     "geqp3": "has no lowering for the host",

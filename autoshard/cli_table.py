@@ -1,0 +1,68 @@
+"""The commands about spec tables: check, diff, export, report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoshard.check import check as check_table
+from autoshard.diff import diff_text
+from autoshard.export import FORMS
+from autoshard.export import export as export_table
+from autoshard.factory import FACTORY, call_factory, use_cpu_devices
+from autoshard.meshes import parse_axes
+from autoshard.table import SpecTable
+
+Table = Annotated[Path, typer.Argument(help="A spec table.")]
+
+
+def check(
+    table: Table,
+    factory: Annotated[str, typer.Argument(help=FACTORY)],
+    mesh: Annotated[str | None, typer.Option(help="Another mesh than the table's, such as data=4,model=2.")] = None,
+    cpu_devices: Annotated[int | None, typer.Option(help="CPU devices to check on; by default what is needed.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Checks a table against the code; exits with 1 if it does not fit. For CI: no accelerator, no search."""
+    loaded = SpecTable.load(table)
+    axes = loaded.mesh.axes if mesh is None else parse_axes(mesh)
+    use_cpu_devices(math.prod(axes.values()) if cpu_devices is None else cpu_devices)
+    arguments: dict[str, Any] = call_factory(factory)
+    if mesh is not None:
+        arguments["mesh"] = mesh
+    findings = check_table(loaded, **arguments)
+    failed = [f for f in findings if f.fatal or strict]
+    if as_json:
+        typer.echo(json.dumps([{"kind": f.kind, "fatal": f.fatal, "text": f.text} for f in findings], indent=1))
+    else:
+        for finding in findings:
+            typer.echo(str(finding))
+        typer.echo(f"{table}: {'does not fit' if failed else 'fits'} {factory} ({len(findings)} findings)")
+    if failed:
+        raise typer.Exit(1)
+
+
+def diff(old: Table, new: Annotated[Path, typer.Argument(help="Another one.")]) -> None:
+    """Says how two tables differ."""
+    text = diff_text(SpecTable.load(old), SpecTable.load(new))
+    typer.echo(text or "the same plan, the same numbers")
+
+
+def export(
+    table: Table,
+    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMS)}.")],
+    argument: Annotated[str | None, typer.Option(help="One argument only, with paths relative to it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default standard output.")] = None,
+) -> None:
+    """Writes a table as what other tools read."""
+    text = export_table(SpecTable.load(table), to, argument)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")

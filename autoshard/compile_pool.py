@@ -1,0 +1,148 @@
+"""Compiles many candidates for a target at once, in processes of their own, and remembers what came of it on disk."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+
+from autoshard import compat
+from autoshard.compile import Built, CompilerOptions, Reading
+from autoshard.compile_cache import CompileCache, Refusal, Stored, program_key
+from autoshard.errors import TargetError
+from autoshard.isolate import Failure, Isolation
+from autoshard.meshes import MeshInfo
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NUMBER = r"([\d.]+)([KMGT]?)"
+_REFUSALS = (
+    re.compile(rf"\({_NUMBER}\) exceeds available HBM \({_NUMBER}\)"),
+    re.compile(rf"Used {_NUMBER} of {_NUMBER} hbm", re.IGNORECASE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A candidate to compile: the layout as a jitted function, and options of the compiler."""
+
+    built: Built
+    options: CompilerOptions
+
+
+Outcome = Reading | Refusal | Failure
+
+
+class CompilePool:
+    """Processes that compile for one target; a context manager. Each is started when it is first needed."""
+
+    def __init__(
+        self,
+        mesh: MeshInfo,
+        *,
+        workers: int | None = None,
+        timeout_s: float = 600.0,
+        memory_bytes: int | None = None,
+        cache: CompileCache | None = None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            mesh: Of a target.
+            workers: Processes, by default one per core of this machine.
+            timeout_s: A compilation that takes longer has failed.
+            memory_bytes: What each process may allocate; None for no limit.
+            cache: Where outcomes are kept; None for nowhere.
+        """
+        if mesh.target is None:
+            raise TargetError("a CompilePool compiles for targets; this mesh has real devices.")
+        self._mesh, self._target, self._cache = mesh, mesh.target, cache
+        count = workers or len(os.sched_getaffinity(0))
+        self._workers = [Isolation(mesh, timeout_s=timeout_s, memory_bytes=memory_bytes) for _ in range(count)]
+        self._idle: queue.SimpleQueue[Isolation] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.__exit__(kind, error, traceback)
+
+    def compile(
+        self, jobs: Sequence[Job], on_done: Callable[[int, Outcome], None], late: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Compiles; each outcome is handed over as soon as it is known.
+
+        Args:
+            jobs: In order of importance.
+            on_done: Called in this thread with the number of a job and its outcome.
+            late: True once nothing new is to be started.
+        """
+        running: dict[Future[Outcome], int] = {}
+        waiting = iter(enumerate(jobs))
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            try:
+                while True:
+                    while len(running) < len(self._workers) and not late():
+                        number, job = next(waiting, (-1, None))
+                        if job is None:
+                            break
+                        running[threads.submit(self._outcome, job)] = number
+                    if not running:
+                        return
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in sorted(done, key=running.__getitem__):
+                        on_done(running.pop(future), future.result())
+            except BaseException:
+                for worker in self._workers:
+                    worker.kill()  # else leaving the threads would wait for their compilations
+                raise
+
+    def _outcome(self, job: Job) -> Outcome:
+        try:
+            lowered = job.built.lower()
+            key = program_key(lowered.as_text(), job.options, self._mesh.axes, self._target)
+            stored = self._cache.get(key) if self._cache is not None else None
+            if stored is not None and (known := stored.reading or stored.refusal):
+                return known
+            request = compat.compile_request(lowered, job.options)
+        except Exception as error:
+            return Failure(f"{type(error).__name__}: {error}")
+        if request is None:
+            return Failure("the program calls back into Python, which no compiler does for hardware that is not here")
+        worker = self._idle.get()
+        try:
+            found = worker.read(request)
+        finally:
+            self._idle.put(worker)
+        if isinstance(found, Reading):
+            self._keep(key, Stored(reading=found))
+            return found
+        refusal = read_refusal(found.reason)
+        if refusal is not None:
+            self._keep(key, Stored(refusal=refusal))
+        return refusal or Failure(found.reason)
+
+    def _keep(self, key: str, stored: Stored) -> None:
+        if self._cache is not None:
+            self._cache.put(key, stored)
+
+
+def read_refusal(message: str) -> Refusal | None:
+    """The numbers in the compiler's word that a program does not fit; None where the message says something else.
+
+    >>> read_refusal("RESOURCE_EXHAUSTED: ... HLO temporaries (186.22G) exceeds available HBM (15.75G).")
+    Refusal(needed_bytes=199952202465, available_bytes=16911433728)
+    """
+    for form in _REFUSALS:
+        if found := form.search(message):
+            needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+            return Refusal(int(needed), int(available))
+    return None

@@ -1,0 +1,160 @@
+"""The ladder on a target: predicted, partitioned, compiled quickly, compiled fully; nothing is run.
+
+Each rung cuts the ranked list. The quick level exists for TPUs only (the compiler's optimisation level O0): its memory
+is within -15 % to +1 % of the full level's in a quarter of the time, its estimates of time are useless, so there the
+compute is the model's. At the full level the TPU compiler estimates the cycles of every operation; the GPU and CPU
+compilers never do. Collectives have no estimate anywhere: they are the compiled program's, priced with the hardware's
+links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autoshard import compat
+from autoshard.compile import Reading, build, evidence_of
+from autoshard.compile_cache import Refusal
+from autoshard.compile_pool import CompilePool, Job, Outcome
+from autoshard.errors import TargetError
+from autoshard.ladder import (
+    Effort,
+    all_rejected,
+    by_compiled_time,
+    choose_compiled,
+    infeasible,
+    uncompiled_best,
+    with_presets,
+)
+from autoshard.race import Candidate, Race, one_line
+from autoshard.report import bytes_text, seconds_text
+from autoshard.search.proposer import Proposals
+from autoshard.trial import CompiledEvidence
+
+Level = Literal["quick", "full"]
+
+QUICK_SLACK = 1.15
+"""At the quick level a program may seem up to this much larger than it is (by the refusal) or smaller (by its peak)."""
+
+
+def climb_target(race: Race, proposals: Proposals, effort: Effort, pool: CompilePool) -> Candidate:
+    """Climbs the ladder on hardware that is not here; returns the winner."""
+    race.enter(proposals.ranked)
+    if not effort.compiled:
+        return uncompiled_best(race, proposals, effort)
+    return _Climb(race, pool).climb(choose_compiled(race, effort), effort, proposals)
+
+
+@dataclass(frozen=True, eq=False)
+class _Climb:
+    race: Race
+    pool: CompilePool
+
+    def climb(self, chosen: Sequence[Candidate], effort: Effort, proposals: Proposals) -> Candidate:
+        race = self.race
+        if self._has_quick_level:
+            self._compile([c for c in chosen if c.trial.compiled is None], "quick")
+        waiting = [c for c in race.candidates if c.trial.status != "rejected" and (c in chosen or _compiled(c))]
+        waiting.sort(key=lambda c: c.order)
+        left = waiting
+        while left:
+            batch = with_presets(left, effort.full, presets_at_least=max(1, effort.full // 2))
+            self._compile([c for c in batch if not _compiled(c, "full")], "full")
+            left = [c for c in left if c not in batch]
+            fitting = [c for c in waiting if c.trial.status != "rejected" and _compiled(c, "full")]
+            if fitting:
+                return by_compiled_time(fitting)[0]
+            if race.late():
+                break
+        return self._smallest(effort, proposals)
+
+    def _smallest(self, effort: Effort, proposals: Proposals) -> Candidate:
+        """Where nothing that was chosen fits: those of the smallest predicted peak, before saying that none does."""
+        race = self.race
+        rest = [c for c in race.candidates if c.trial.status != "rejected" and not _compiled(c)]
+        rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
+        smallest = rest[: effort.full] + [c for c in rest[effort.full :] if c.is_preset][: effort.full]
+        self._compile(smallest, "full")
+        fitting = [c for c in smallest if c.trial.status != "rejected" and _compiled(c, "full")]
+        if fitting:
+            return by_compiled_time(fitting)[0]
+        some = any(_compiled(c) for c in race.candidates)
+        raise infeasible(race, proposals, compiled=True) if some or race.refusals else all_rejected(race)
+
+    @property
+    def _has_quick_level(self) -> bool:
+        stated = self.race.compiler_options or {}
+        return self.race.prepared.request.mesh.platform == "tpu" and "optimization_level" not in stated
+
+    def _compile(self, candidates: Sequence[Candidate], level: Level) -> None:
+        race, mesh = self.race, self.race.prepared.request.mesh
+        options = dict(race.compiler_options or {}) | (compat.quick_compile_options() if level == "quick" else {})
+        jobs: list[Job] = []
+        owners: list[Candidate] = []
+        for candidate in candidates:
+            try:
+                built = candidate.built or build(race.prepared.traced, candidate.layout, mesh)
+            except Exception as error:
+                race.reject(candidate, f"lowering failed: {one_line(error)}")
+                continue
+            owners.append(candidate)
+            jobs.append(Job(built, options))
+        if not jobs:
+            return
+        race.progress.say(f"compiling {len(jobs)} candidates for {mesh.target}, {level} level")
+        done = 0
+
+        def take(number: int, outcome: Outcome) -> None:
+            nonlocal done
+            done += 1
+            self._take(owners[number], outcome, level)
+            race.progress.doing(f"compiled {done} of {len(jobs)}, {level} level")
+
+        self.pool.compile(jobs, take, race.late)
+
+    def _take(self, candidate: Candidate, outcome: Outcome, level: Level) -> None:
+        race = self.race
+        slack = QUICK_SLACK if level == "quick" else 1.0
+        if isinstance(outcome, Refusal):
+            race.refusals.append(outcome.needed_bytes)
+            if outcome.needed_bytes > slack * outcome.available_bytes:
+                needs, has = bytes_text(outcome.needed_bytes), bytes_text(outcome.available_bytes)
+                race.reject(candidate, f"needs {needs} per device (the compiler refuses it), the device has {has}")
+            return
+        if not isinstance(outcome, Reading):
+            race.reject(candidate, f"compilation failed: {outcome.reason}")
+            return
+        found = self._priced(candidate, outcome, level)
+        candidate.trial = replace(candidate.trial, status="compiled", compiled=found)
+        over = race.over_budget(candidate)
+        if over and found.peak_bytes > slack * (race.budget_bytes or 0):
+            race.reject(candidate, over)
+            return
+        race.keep(candidate)
+        race.progress.say(
+            f"{candidate.trial.name}: compiled ({level}) in {seconds_text(found.compile_s)}, step "
+            f"{seconds_text(found.time_s)}, {bytes_text(found.collective_bytes)} moved, peak "
+            f"{bytes_text(found.peak_bytes)}"
+        )
+
+    def _priced(self, candidate: Candidate, reading: Reading, level: Level) -> CompiledEvidence:
+        mesh = self.race.prepared.request.mesh
+        if mesh.target is None:
+            raise TargetError("the mesh has real devices.")
+        compute_s, word = candidate.proposal.prediction.compute_s, "predicted"
+        if level == "full" and reading.cycles is not None and mesh.target.clock_hz is not None:
+            compute_s, word = reading.cycles / mesh.target.clock_hz, "compiler"
+        evidence = evidence_of(reading, mesh, lambda ops: self.race.time_s(compute_s, ops))
+        return replace(
+            evidence,
+            compute_s=compute_s,
+            compute_from="compiler" if word == "compiler" else "predicted",
+            level=level,
+        )
+
+
+def _compiled(candidate: Candidate, level: Level | None = None) -> bool:
+    """True if there is evidence of a compiled program (of this level)."""
+    found = candidate.trial.compiled
+    return found is not None and (level is None or found.level == level)

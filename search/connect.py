@@ -1,0 +1,214 @@
+"""Opens the storage of a study: a journal file, SQLite, PostgreSQL or MySQL, or Optuna's gRPC proxy.
+
+A storage that is away for a while is waited for. Passwords are cut out of everything that is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import optuna
+from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.study import StudyDirection
+
+from autoshard.errors import ExtraError, StudyError
+from autoshard.search.journal import FILE_MODE, Journal
+
+log = logging.getLogger("autoshard.jobs")
+
+PATIENCE_S = 600.0
+"""How long a storage may be away before a worker gives up; restarts of database servers take minutes at most."""
+
+LONGEST_PAUSE_S = 5.0
+
+FORMS = "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/database or grpc://host:port"
+
+NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs|cifs|smb|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|panfs|orangefs|pvfs|fuse\.(sshfs|glusterfs|ceph|s3fs|juicefs)"
+)
+"""Types in /proc/mounts on which the locks that SQLite relies on are broken or missing (sqlite.org/faq.html#q5)."""
+
+_USER_PASSWORD = re.compile(r"(://[^/?#\s:@]*):[^/?#\s]*@")
+_QUERY_PASSWORD = re.compile(r"(?i)\b((?:ssl)?password|passwd|pwd|secret|token)=[^&;\s'\"]+")
+
+_T = TypeVar("_T")
+
+
+def without_password(text: str) -> str:
+    """Text with passwords in URLs and connection strings replaced.
+
+    >>> without_password("postgresql://me:s3cret@host/db?sslpassword=x&a=1")
+    'postgresql://me:***@host/db?sslpassword=***&a=1'
+    """
+    return _QUERY_PASSWORD.sub(r"\1=***", _USER_PASSWORD.sub(r"\1:***@", text))
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """Type of the file system that a path is on, as Linux names it; empty where that cannot be known.
+
+    Args:
+        path: Need not exist.
+        mounts: Text of /proc/mounts; by default this machine's.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+    place, best, kind = str(path.resolve()), "", ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        inside = place == point or place.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind
+
+
+def open_storage(where: str, *, patience_s: float = PATIENCE_S, mounts: str | None = None) -> BaseStorage:
+    """Connects to a storage, and waits for it while it is away.
+
+    Args:
+        where: A journal file (`journal:PATH` or a plain path), `sqlite:///x.db`, `postgresql://...`, `mysql://...`, or
+            `grpc://host:port`.
+        patience_s: How long to wait.
+        mounts: Text of /proc/mounts; by default this machine's.
+
+    Raises:
+        StudyError: If it is of no such form, cannot be reached, or is SQLite on a network file system.
+        ExtraError: If the driver of the database is not installed.
+    """
+    scheme = where.split("://", 1)[0] if "://" in where else ""
+    if scheme == "grpc":
+        return _open_proxy(where, patience_s)
+    if not scheme or scheme == "journal":
+        return _open_journal(Path(where.removeprefix("journal://").removeprefix("journal:")), patience_s)
+    if scheme.startswith("sqlite"):
+        _check_sqlite(where, mounts)
+    elif not scheme.startswith(("postgresql", "mysql")):
+        raise StudyError(f"storage {without_password(where)!r} has no known form. Write {FORMS}.")
+    if scheme == "postgresql":
+        where = where.replace("postgresql://", "postgresql+psycopg://", 1)
+    try:
+        return patiently(lambda: optuna.storages.get_storage(where), patience_s, f"storage {without_password(where)}")
+    except (ImportError, ValueError) as error:
+        text = without_password(str(error))
+        if isinstance(error, ImportError):
+            raise ExtraError(f"no driver for {scheme}: {text}. Run: pip install 'autoshard[postgres]'.") from None
+        raise StudyError(f"storage {without_password(where)!r}: {text}. Write {FORMS}.") from None
+
+
+def _open_proxy(where: str, patience_s: float) -> BaseStorage:
+    parts = urlsplit(where)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.path.strip("/"):
+        raise StudyError(f"storage {without_password(where)!r} has no host and port. Write grpc://host:port.")
+    try:
+        proxy = optuna.storages.GrpcStorageProxy(host=host, port=port)
+    except ImportError as error:
+        raise ExtraError(f"no gRPC here: {error}. Run: pip install grpcio protobuf.") from None
+    patiently(proxy.get_all_studies, patience_s, f"storage {where}")
+    return proxy
+
+
+def _open_journal(path: Path, patience_s: float) -> BaseStorage:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StudyError(
+            f"the journal {path} cannot be made: {error.strerror}. Name a directory you may write."
+        ) from None
+    if path.is_dir():
+        raise StudyError(f"the journal {path} is a directory. Name a file, such as {path / 'study.log'}.")
+    return patiently(lambda: JournalStorage(Journal(str(path))), patience_s, f"journal {path}")
+
+
+def _check_sqlite(where: str, mounts: str | None) -> None:
+    _, _, text = where.partition(":///")
+    path = Path(text.split("?")[0])
+    if not text or text.startswith(":memory:"):
+        return
+    kind = file_system_of(path, mounts)
+    if NETWORK_FILE_SYSTEMS.match(kind):
+        raise StudyError(
+            f"{where} is on a network file system ({kind}), where SQLite's locks do not work and the study would be "
+            f"damaged. Use journal:{path.with_suffix('.log')}, which is made for that, or postgresql://."
+        )
+    if path.parent.is_dir() and not path.exists():
+        os.close(os.open(path, os.O_CREAT, FILE_MODE))
+
+
+def is_away(error: BaseException) -> bool:
+    """True for errors that pass: no connection, a full disk, a lock held by another, a server that restarts."""
+    if isinstance(error, OSError | StorageInternalError):
+        return not isinstance(error, PermissionError | IsADirectoryError | ModuleNotFoundError)
+    module = type(error).__module__.split(".")[0]
+    return module in ("sqlalchemy", "psycopg", "grpc", "pymysql", "MySQLdb") and not isinstance(error, ImportError)
+
+
+def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
+    """The answer of a storage, asked again while it is away.
+
+    Raises:
+        StudyError: If it stays away for longer than `patience_s`.
+    """
+    start, pause_s = time.monotonic(), 0.1
+    while True:
+        try:
+            answer = ask()
+        except (UpdateFinishedTrialError, DuplicatedStudyError):
+            raise
+        except Exception as error:
+            if not is_away(error):
+                raise
+            away_s = time.monotonic() - start
+            reason = without_password(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+            if away_s > patience_s:
+                raise StudyError(
+                    f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is kept; "
+                    f"start the worker again once the storage is back."
+                ) from None
+            if pause_s == 0.1:
+                log.warning("%s is away, asking again for up to %.0f s (%s)", what, patience_s, reason)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        else:
+            if pause_s > 0.1:
+                log.info("%s is back after %.1f s", what, time.monotonic() - start)
+            return answer
+
+
+def study_id_of(storage: BaseStorage, name: str, *, create: bool, patience_s: float = PATIENCE_S) -> int | None:
+    """The storage's number of a study; None where it is not there and not to be made."""
+
+    def find() -> int | None:
+        try:
+            return storage.get_study_id_from_name(name)
+        except KeyError:
+            if not create:
+                return None
+        try:
+            return storage.create_new_study([StudyDirection.MINIMIZE], name)
+        except DuplicatedStudyError:
+            return storage.get_study_id_from_name(name)
+
+    return patiently(find, patience_s, "the storage")
+
+
+def study_names(storage: BaseStorage) -> list[str]:
+    """Names of the studies in a storage."""
+    studies: list[Any] = storage.get_all_studies()
+    return sorted(study.study_name for study in studies)

@@ -1,0 +1,384 @@
+"""The tasks of a study, shared by any number of workers: each is claimed by one, and recorded once.
+
+A claim on a task is an Optuna trial in state RUNNING. A storage numbers the trials of a study in one order that all
+see, so of several claims on a task the one with the lowest number holds; the others withdraw. A claim ends in one of
+three ways, and the storage sees to it that it is one only: its worker records a result (COMPLETE, or PRUNED where the
+candidate was rejected), its worker hands it back, or another worker finds it stale (FAIL), and the task is free again.
+
+Stale is a claim whose beat has not changed for a lease, by the watch of the one who looks: no two clocks are compared.
+A result that comes after that is recorded if the task is still free, else dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from autoshard.errors import StudyError
+from autoshard.search.beater import BEAT, Beater
+from autoshard.search.connect import PATIENCE_S, open_storage, patiently, study_id_of
+from autoshard.search.machine import MachineLock
+
+log = logging.getLogger("autoshard.jobs")
+
+_T = TypeVar("_T")
+
+Need = Literal["predict", "compile", "measure"]
+NEEDS: tuple[Need, ...] = ("predict", "compile", "measure")
+
+LEASE_S = 60.0
+"""Long against a storage's hiccups, short against the hours of a job."""
+
+POLL_S = 1.0
+
+DEATHS = 4
+"""A task that this many workers died on is not tried again: it is what they died of."""
+
+PART = 60_000
+"""Characters of an attribute; MySQL's TEXT holds 65,535 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is recorded of a task.
+
+    Attributes:
+        record: Plain builtins, for JSON.
+        seconds: Of a step, the study's objective; None for what is no evaluation, or was rejected.
+    """
+
+    record: Any
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How a task is done here.
+
+    Attributes:
+        run: Does it.
+        give_up: What is recorded where workers keep dying on it; takes the reason.
+        needs: What it needs of a worker.
+        title: For people.
+    """
+
+    run: Callable[[], Result]
+    give_up: Callable[[str], Result]
+    needs: Need
+    title: str
+
+
+@dataclass(frozen=True)
+class Board:
+    """What a study's trials say: results, live claims, and how often workers died on a task; by task."""
+
+    results: Mapping[str, FrozenTrial]
+    claims: Mapping[str, FrozenTrial]
+    deaths: Counter[str]
+    titles: Mapping[str, str]
+
+    @classmethod
+    def of(cls, trials: Sequence[FrozenTrial]) -> Board:
+        """Reads the trials of a study, in the order of their numbers."""
+        results: dict[str, FrozenTrial] = {}
+        claims: dict[str, FrozenTrial] = {}
+        titles: dict[str, str] = {}
+        deaths: Counter[str] = Counter()
+        for trial in trials:
+            task = trial.user_attrs.get("task")
+            if not isinstance(task, str):
+                continue
+            titles.setdefault(task, str(trial.user_attrs.get("title", task)))
+            if trial.state == TrialState.FAIL:
+                deaths[task] += trial.user_attrs.get("ended") == "stale"
+            elif trial.state.is_finished():
+                results.setdefault(task, trial)
+            else:
+                claims.setdefault(task, trial)
+        return cls(results, {t: c for t, c in claims.items() if t not in results}, deaths, titles)
+
+    def record(self, task: str) -> Any:
+        """What was recorded of a task.
+
+        Raises:
+            StudyError: If it cannot be read.
+        """
+        return record_of(self.results[task])
+
+
+def record_of(trial: FrozenTrial) -> Any:
+    """The record in a finished trial.
+
+    Raises:
+        StudyError: If it cannot be read.
+    """
+    parts: list[str] = []
+    while isinstance(part := trial.user_attrs.get(f"record.{len(parts)}"), str):
+        parts.append(part)
+    try:
+        return json.loads("".join(parts))
+    except (ValueError, RecursionError) as error:
+        task = trial.user_attrs.get("task")
+        raise StudyError(
+            f"trial {trial.number} of the study has no readable record of {task!r} ({error}). "
+            f"Was it written by something else? Choose another --study name."
+        ) from None
+
+
+def _attributes(record: Any) -> dict[str, str]:
+    text = json.dumps(record, separators=(",", ":"))
+    return {f"record.{i}": text[i * PART : (i + 1) * PART] for i in range(max(1, -(-len(text) // PART)))}
+
+
+@dataclass(eq=False)
+class _Watch:
+    """When each claim's beat last changed, by this process's own clock."""
+
+    seen: dict[int, tuple[object, float]] = field(default_factory=dict)
+
+    def is_stale(self, trial: FrozenTrial, now_s: float) -> bool:
+        """True once its beat has not changed for its lease."""
+        beat = trial.user_attrs.get(BEAT)
+        before = self.seen.get(trial._trial_id)
+        if before is None or before[0] != beat:
+            self.seen[trial._trial_id] = beat, now_s
+            return False
+        lease_s = trial.user_attrs.get("lease_s", LEASE_S)
+        return now_s - before[1] > (lease_s if isinstance(lease_s, int | float) else LEASE_S)
+
+
+class Tasks:
+    """A study's tasks as one worker sees them; a context manager."""
+
+    def __init__(
+        self,
+        where: str | None,
+        study: str = "",
+        *,
+        needs: Sequence[Need] = NEEDS,
+        lease_s: float = LEASE_S,
+        patience_s: float = PATIENCE_S,
+        create: bool = True,
+    ) -> None:
+        """Connects.
+
+        Args:
+            where: See `connect.open_storage`; None for this process's memory.
+            study: Its name.
+            needs: Tasks of these needs are done here; for others this worker waits.
+            lease_s: See the module's docstring.
+            patience_s: How long the storage may be away.
+            create: Make the study where there is none.
+
+        Raises:
+            StudyError: If there is no such study and none is to be made, or the storage cannot be used.
+        """
+        self.owner = f"{socket.gethostname()}:{os.getpid()}"
+        self.needs, self._lease_s, self._patience_s = tuple(needs), lease_s, patience_s
+        self._where = where
+        self._beater: Beater | None = None
+        self._watch, self._lock = _Watch(), MachineLock()
+        self._waiting = False
+        self._storage: BaseStorage
+        if where is None:
+            self._storage = InMemoryStorage()
+            self._study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], study or None)
+            return
+        self._storage = open_storage(where, patience_s=min(patience_s, LEASE_S))
+        found = study_id_of(self._storage, study, create=create, patience_s=patience_s)
+        if found is None:
+            raise StudyError(f"there is no study {study!r} in the storage. Start it with: autoshard search --study.")
+        self._study_id = found
+
+    def __enter__(self) -> Tasks:
+        if self._where is not None:
+            self._beater = Beater(self._where, self._lease_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._beater is not None:
+            self._beater.close()
+            self._beater = None
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def read(self) -> Board:
+        """What the study says now."""
+        return Board.of(self.trials())
+
+    def trials(self) -> list[FrozenTrial]:
+        """The study's trials; not to be changed."""
+        return self._ask(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
+
+    def _ask(self, ask: Callable[[], _T]) -> _T:
+        return patiently(ask, self._patience_s, "the storage")
+
+    # Deciding and doing ---------------------------------------------------------------------------------------------
+
+    def decide(self, name: str, value: Any) -> Any:
+        """What the study has under a name: the value of the worker who came first, for ever.
+
+        Args:
+            name: Of the decision.
+            value: Plain builtins.
+        """
+        known = self.read().results
+        if name not in known:
+            attributes = {"task": name, "title": name, "owner": self.owner, **_attributes(value)}
+            template = create_trial(state=TrialState.PRUNED, user_attrs=attributes)
+            self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
+            known = self.read().results
+        return record_of(known[name])
+
+    def run(self, works: Mapping[str, Work], stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Does tasks, or waits for the workers who do; each is done once in the life of the study.
+
+        Args:
+            works: By task, the most urgent first.
+            stop: True once no more is to be started.
+
+        Returns:
+            The records of all of them, as they stand in the study; after `stop`, of those that have one.
+        """
+        lost = False
+        while True:
+            board = self.read()
+            left = [task for task in works if task not in board.results]
+            if not left or stop():
+                return {task: board.record(task) for task in works if task in board.results}
+            self._reap(board)
+            free = [t for t in left if t not in board.claims and works[t].needs in self.needs]
+            if lost and free:  # several start at once; spread out
+                free.insert(0, random.choice(free))
+            for task in free:
+                if works[task].needs != "measure" or self._lock.take():
+                    try:
+                        lost = not self._attempt(task, works[task], board.deaths[task])
+                    finally:
+                        self._lock.release()
+                    break
+            else:
+                self._wait(board, [works[t] for t in left])
+
+    def _attempt(self, task: str, work: Work, deaths: int) -> bool:
+        """Claims a task and does it; False where another holds it."""
+        trial_id = self._claim(task, work.title)
+        if trial_id is None:
+            return False
+        self._waiting = False
+        if deaths >= DEATHS:
+            result = work.give_up(f"{deaths} workers ended while they were at it")
+        else:
+            try:
+                result = work.run()
+            except BaseException as error:
+                self._end(trial_id, "handed back")
+                log.info("handed back: %s (%s)", work.title, type(error).__name__)
+                raise
+        self._finish(trial_id, task, work.title, result)
+        return True
+
+    def _claim(self, task: str, title: str) -> int | None:
+        if self._beater is not None:
+            self._beater.wait()
+        claim = uuid.uuid4().hex
+        attributes = {
+            "task": task, "title": title, "owner": self.owner, "claim": claim, "lease_s": self._lease_s, BEAT: 0,
+        }  # fmt: skip
+        template = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+        self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
+        trials = self.trials()
+        mine = [t._trial_id for t in trials if t.user_attrs.get("claim") == claim]
+        board = Board.of(trials)
+        holder = board.claims.get(task)
+        if holder is not None and holder.user_attrs.get("claim") == claim:
+            for double in mine:  # an answer that was lost was asked for again
+                if double != holder._trial_id:
+                    self._end(double, "withdrawn")
+            if self._beater is not None:
+                self._beater.beat_for(holder._trial_id)
+            log.info("claimed: %s", title)
+            return holder._trial_id
+        for trial_id in mine:
+            self._end(trial_id, "withdrawn")
+        return None
+
+    def _end(self, trial_id: int, how: str) -> bool:
+        """Ends a claim without a result; False where it has ended already."""
+
+        def end() -> bool:
+            try:
+                self._storage.set_trial_user_attr(trial_id, "ended", how)
+                self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+            except UpdateFinishedTrialError:
+                return False
+            return True
+
+        if self._beater is not None and how != "stale":
+            self._beater.beat_for(None)
+        return self._ask(end)
+
+    def _finish(self, trial_id: int, task: str, title: str, result: Result) -> None:
+        """Records a result; one that comes late is recorded if nobody else has the task, else dropped."""
+        if self._record(trial_id, result):
+            log.info("done: %s", title)
+        else:
+            again = None if task in self.read().results else self._claim(task, title)
+            if again is not None and self._record(again, result):
+                log.info("done, late: %s", title)
+            else:
+                log.warning("dropped a late result: %s is with another worker now", title)
+        if self._beater is not None:
+            self._beater.beat_for(None)
+
+    def _record(self, trial_id: int, result: Result) -> bool:
+        state = TrialState.PRUNED if result.seconds is None else TrialState.COMPLETE
+        values = None if result.seconds is None else [result.seconds]
+        attributes = _attributes(result.record)
+
+        def put() -> bool:
+            try:
+                for name, text in attributes.items():
+                    self._storage.set_trial_user_attr(trial_id, name, text)
+                self._storage.set_trial_state_values(trial_id, state, values)
+            except UpdateFinishedTrialError:
+                # Ours, if the answer to an earlier try was lost; else it was found stale.
+                return self._storage.get_trial(trial_id).state == state
+            return True
+
+        return self._ask(put)
+
+    def _reap(self, board: Board) -> None:
+        """Ends claims that are stale."""
+        now_s = time.monotonic()
+        for trial in board.claims.values():
+            if self._watch.is_stale(trial, now_s) and self._end(trial._trial_id, "stale"):
+                log.warning(
+                    "stale: %s, no beat from %s for its lease; it is free again",
+                    trial.user_attrs.get("title"), trial.user_attrs.get("owner"),
+                )  # fmt: skip
+
+    def _wait(self, board: Board, left: Sequence[Work]) -> None:
+        if not self._waiting:
+            self._waiting = True
+            missing = sorted({w.needs for w in left} - set(self.needs))
+            why = f"for a worker that can {', '.join(missing)}" if missing else "for other workers"
+            log.info("waiting %s: %d tasks left, %d claimed", why, len(left), len(board.claims))
+        time.sleep(min(POLL_S, self._lease_s / 8) * random.uniform(0.5, 1.0))

@@ -1,0 +1,120 @@
+"""A worker whose evaluations are cheap: claims, beats and records are the real ones. And ways to start several.
+
+Each evaluation appends its number to LOG when it starts, so that a test sees what was run how often.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from autoshard.search.beater import WITHOUT_JAX
+from autoshard.search.tasks import Board, Result, Tasks, Work
+
+ROOT = Path(__file__).parent.parent.parent
+LEASE_S = 2.0
+
+
+def value_of(number: int) -> float:
+    """What an evaluation finds; 17 is the best of all."""
+    return 1.0 + ((number - 17) % 101) ** 2
+
+
+def evaluate(number: int, seconds: float, log: Path, what: str) -> Result:
+    with log.open("a") as file:
+        file.write(f"{number}\n")
+    if what == "abort" and number == 3:
+        os.abort()
+    if what == "busy":
+        hold_the_interpreter(seconds)
+    else:
+        time.sleep(seconds)
+    return Result({"number": number, "by": os.getpid()}, value_of(number))
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    """One call into C that never lets another thread run, as a compiler may."""
+    import ctypes
+
+    sleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the interpreter's lock
+    for _ in range(max(1, round(seconds / 0.9))):
+        sleep(900_000)
+
+
+def works(count: int, seconds: float, log: Path, what: str = "") -> dict[str, Work]:
+    def work(number: int) -> Work:
+        return Work(
+            lambda: evaluate(number, seconds, log, what),
+            lambda reason: Result({"number": number, "rejected": reason}),
+            "measure" if what == "measure" else "compile",
+            f"candidate {number}",
+        )
+
+    return {f"compile {number}": work(number) for number in range(count)}
+
+
+def start(where: str, count: int, seconds: float, log: Path, what: str = "", study: str = "s") -> subprocess.Popen[str]:
+    """A worker in a process of its own, with standard error in a pipe."""
+    return subprocess.Popen(
+        [
+            sys.executable, "-c", WITHOUT_JAX + "from tests.jobs.crew import main; main()", str(ROOT / "autoshard"),
+            where, study, str(count), str(seconds), str(log), what,
+        ],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@contextmanager
+def crew(number: int, *arguments: Any, **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
+    """Several workers; those still running at the end are killed."""
+    workers = [start(*arguments, **options) for _ in range(number)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def board_of(where: str, study: str = "s") -> Board:
+    return Tasks(where, study, create=False).read()
+
+
+def wait_for(condition: Any, timeout_s: float = 100.0) -> None:
+    """Waits until the condition holds.
+
+    Raises:
+        TimeoutError: If it does not.
+    """
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{condition} does not hold after {timeout_s} s")
+        time.sleep(0.05)
+
+
+def evaluations(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+def main() -> None:
+    where, study, count, seconds, log, what = sys.argv[1:7]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    with Tasks(where, study, lease_s=LEASE_S, patience_s=60) as tasks:
+        found = tasks.run(works(int(count), float(seconds), Path(log), what))
+    best = min((r for r in found.values() if "rejected" not in r), key=lambda r: value_of(r["number"]))
+    print(json.dumps({"tasks": len(found), "best": best["number"]}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

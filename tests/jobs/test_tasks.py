@@ -1,0 +1,270 @@
+"""Tasks on a journal: exact budgets, no duplicates, and what happens to workers while they are at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+
+from autoshard.errors import StudyError
+from autoshard.search.beater import Beater
+from autoshard.search.tasks import DEATHS, Board, Result, Tasks, Work, record_of
+from tests.jobs.crew import LEASE_S, board_of, crew, evaluations, value_of, wait_for, works
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> str:
+    return f"journal:{tmp_path / 'study.log'}"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "evaluations.log"
+
+
+def finish_alone(where: str, count: int, log: Path, what: str = "") -> dict[str, Any]:
+    with Tasks(where, "s", lease_s=LEASE_S) as tasks:
+        return tasks.run(works(count, 0.0, log, what))
+
+
+def check_complete(where: str, count: int) -> None:
+    """Each task has its result, once; the best is the best; nothing is left running."""
+    trials = Tasks(where, "s", create=False).trials()
+    done = [t for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
+    assert sorted(t.user_attrs["task"] for t in done) == sorted(f"compile {i}" for i in range(count))
+    for trial in done:
+        number = record_of(trial)["number"]
+        assert trial.user_attrs["task"] == f"compile {number}"
+        assert trial.value == value_of(number)
+    assert not Board.of(trials).claims
+
+
+def test_four_workers_share_a_budget_exactly(where: str, log: Path) -> None:
+    with crew(4, where, 24, 0.05, log) as workers:
+        said = [json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers]
+    assert said == [{"tasks": 24, "best": 17}] * 4
+    assert sorted(evaluations(log)) == list(range(24))
+    check_complete(where, 24)
+
+
+def test_a_finished_study_runs_none(where: str, log: Path) -> None:
+    first = finish_alone(where, 5, log)
+    assert finish_alone(where, 5, log) == first
+    assert sorted(evaluations(log)) == list(range(5))
+
+
+def test_a_worker_that_is_killed_loses_nothing_and_its_task_runs_again_once(where: str, log: Path) -> None:
+    with crew(1, where, 3, 1.0, log) as (worker,):
+        wait_for(lambda: len(evaluations(log)) == 2)  # the first is recorded, the second is running
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    before = board_of(where)
+    assert list(before.results) == ["compile 0"]
+    assert list(before.claims) == ["compile 1"]  # neither done nor failed meanwhile
+    finish_alone(where, 3, log)
+    assert Counter(evaluations(log)) == {0: 1, 1: 2, 2: 1}
+    assert board_of(where).deaths == {"compile 1": 1}
+    check_complete(where, 3)
+
+
+def test_two_reapers_requeue_an_orphan_once(where: str, log: Path) -> None:
+    with crew(1, where, 1, 60.0, log) as (worker,):
+        wait_for(lambda: evaluations(log))
+        worker.kill()
+        worker.wait()
+        with crew(3, where, 1, 0.2, log) as others:
+            for other in others:
+                assert json.loads(other.communicate(timeout=60)[1].splitlines()[-1])["tasks"] == 1
+    assert evaluations(log) == [0, 0]
+    check_complete(where, 1)
+
+
+def test_a_worker_that_is_preempted_hands_its_task_back(where: str, log: Path) -> None:
+    with crew(1, where, 2, 30.0, log) as (worker,):
+        wait_for(lambda: evaluations(log))
+        worker.send_signal(signal.SIGTERM)
+        said = worker.communicate(timeout=20)[1]
+        assert worker.returncode == 143
+    assert "handed back: candidate 0" in said
+    board = board_of(where)
+    assert not board.claims
+    assert not board.deaths["compile 0"]  # free at once, and nothing is held against it
+    start_s = time.monotonic()
+    finish_alone(where, 2, log)
+    assert time.monotonic() - start_s < 30
+    check_complete(where, 2)
+
+
+def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(where: str, log: Path) -> None:
+    with crew(1, where, 1, 3 * LEASE_S, log, "busy") as (worker,):
+        wait_for(lambda: evaluations(log))
+        finish_alone(where, 1, log)
+        worker.communicate(timeout=60)
+    assert evaluations(log) == [0]
+    assert not board_of(where).deaths
+    check_complete(where, 1)
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken by another", "still free"])
+def test_a_late_result_is_dropped_or_recorded(taken: bool, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Tasks(where, "s", lease_s=LEASE_S) as slow:
+
+        def run() -> Result:
+            other = Tasks(where, "s", lease_s=LEASE_S)
+            trial = other.read().claims["t"]
+            assert other._end(trial._trial_id, "stale")
+            if taken:
+                other.run({"t": Work(lambda: Result("other", 1.0), Result, "compile", "t")})
+            return Result("slow", 2.0)
+
+        found = slow.run({"t": Work(run, Result, "compile", "t")})
+    assert found == {"t": "other" if taken else "slow"}
+    assert ("dropped a late result" in caplog.text) is taken
+    assert len([t for t in slow.trials() if t.state == TrialState.COMPLETE]) == 1
+
+
+def test_a_candidate_that_kills_its_workers_is_given_up(where: str, log: Path) -> None:
+    for _ in range(DEATHS):
+        dead = Tasks(where, "s")
+        trial_id = dead._claim("compile 0", "candidate 0")
+        assert trial_id is not None
+        assert Tasks(where, "s")._end(trial_id, "stale")
+    found = finish_alone(where, 2, log)
+    assert found["compile 0"]["rejected"] == f"{DEATHS} workers ended while they were at it"
+    assert evaluations(log) == [1]
+
+
+@pytest.mark.slow
+def test_a_candidate_that_aborts_ends_its_workers_not_the_job(where: str, log: Path) -> None:
+    for _ in range(DEATHS):
+        with crew(1, where, 5, 0.0, log, "abort") as (worker,):
+            worker.communicate(timeout=60)
+            assert worker.returncode == -signal.SIGABRT
+    finish_alone(where, 5, log)
+    assert Counter(evaluations(log)) == {0: 1, 1: 1, 2: 1, 3: DEATHS, 4: 1}
+
+
+def test_no_clock_of_another_host_matters(where: str, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with crew(1, where, 1, 2 * LEASE_S, log) as (worker,):
+        wait_for(lambda: evaluations(log))
+        monkeypatch.setattr(time, "time", lambda: 4e9)
+        monkeypatch.setattr(time, "time_ns", lambda: -1)
+        finish_alone(where, 1, log)
+        worker.communicate(timeout=60)
+    assert evaluations(log) == [0]
+
+
+def test_a_claim_of_which_the_answer_was_lost_is_made_once(where: str, log: Path) -> None:
+    with Tasks(where, "s", lease_s=LEASE_S) as tasks:
+        make, calls = tasks._storage.create_new_trial, []
+
+        def lossy(*arguments: Any) -> int:
+            number = make(*arguments)
+            calls.append(number)
+            if len(calls) == 1:
+                raise ConnectionError("the answer was lost")
+            return number
+
+        tasks._storage.create_new_trial = lossy  # type: ignore[method-assign]
+        tasks.run(works(1, 0.0, log))
+        assert len(calls) == 2
+        assert not tasks.read().claims
+    assert evaluations(log) == [0]
+    check_complete(where, 1)
+
+
+def test_a_storage_that_is_away_is_waited_for_and_then_given_up(where: str, log: Path, tmp_path: Path) -> None:
+    with Tasks(where, "s", lease_s=LEASE_S, patience_s=1.0) as tasks:
+        tasks.run(works(1, 0.0, log))
+        os.rename(tmp_path / "study.log", tmp_path / "gone.log")
+        with pytest.raises(StudyError, match=r"was away for .* What was recorded before is kept"):
+            tasks.run(works(2, 0.0, log))
+        os.rename(tmp_path / "gone.log", tmp_path / "study.log")
+        tasks.run(works(2, 0.0, log))
+    check_complete(where, 2)
+
+
+def test_a_storage_that_comes_back_goes_on(where: str, log: Path, tmp_path: Path) -> None:
+    with crew(1, where, 8, 0.3, log) as (worker,):
+        wait_for(lambda: len(evaluations(log)) == 3)
+        os.rename(tmp_path / "study.log", tmp_path / "gone.log")
+        time.sleep(2 * LEASE_S)
+        os.rename(tmp_path / "gone.log", tmp_path / "study.log")
+        said = worker.communicate(timeout=60)[1]
+        assert worker.returncode == 0, said
+    assert "is away" in said
+    check_complete(where, 8)
+
+
+def test_decisions_are_those_of_the_first(where: str) -> None:
+    one, two = Tasks(where, "s"), Tasks(where, "s")
+    assert one.decide("order", ["a", "b"]) == ["a", "b"]
+    assert two.decide("order", ["b"]) == ["a", "b"]
+    large = [f"role.{i}->model" for i in range(20_000)]
+    assert two.decide("large", large) == one.decide("large", []) == large
+
+
+def test_a_worker_waits_for_those_who_can_do_the_rest(where: str, log: Path) -> None:
+    with crew(1, where, 2, 0.1, log, "measure"), Tasks(where, "s", needs=("compile",), lease_s=LEASE_S) as tasks:
+        found = tasks.run(works(2, 0.0, log, "measure"))
+    assert {record["by"] for record in found.values()} != {os.getpid()}
+    assert sorted(evaluations(log)) == [0, 1]
+
+
+def test_one_at_a_time_measures_on_a_machine(tmp_path: Path) -> None:
+    from autoshard.search.machine import MachineLock
+
+    one, two = MachineLock(tmp_path / "lock"), MachineLock(tmp_path / "lock")
+    assert one.take()
+    assert not two.take()
+    one.release()
+    assert two.take()
+    two.release()
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_beater_ends_with_its_worker_and_is_replaced_when_it_dies(where: str) -> None:
+    Tasks(where, "s")
+    beater = Beater(where, LEASE_S)
+    process = beater._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+    beater.beat_for(0)
+    assert beater._process is not process
+    beater.close()
+
+
+def test_an_unreadable_record_is_named(where: str) -> None:
+    tasks = Tasks(where, "s")
+    tasks.decide("x", 1)
+    trial = tasks.trials()[0]
+    trial.user_attrs["record.0"] = '{"a": '
+    with pytest.raises(StudyError, match="no readable record of 'x'"):
+        record_of(trial)
+
+
+def test_a_study_that_is_not_there_is_named(where: str) -> None:
+    with pytest.raises(StudyError, match="no study 'other'"):
+        Tasks(where, "other", create=False)
+
+
+def test_sixteen_workers_start_in_the_same_second(where: str, log: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(number: int) -> dict[str, Any]:
+        return Tasks(where, "s").run(works(16, 0.0, log))
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(one, range(16)))
+    assert all(f == found[0] for f in found)
+    assert sorted(evaluations(log)) == list(range(16))
+    check_complete(where, 16)

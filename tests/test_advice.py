@@ -1,0 +1,150 @@
+"""Advice: what a change of the program would gain, against the same program with that change made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.advice import Advised, advise, find_fused, separated
+from autoshard.cost_model.backend import backend_for
+from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.predict import Predictor
+from autoshard.search.proposer import propose
+from tests.stages import array, mesh_of, prepared
+
+D, F, HEADS, SIZE, BATCH, TIME = 256, 512, 8, 32, 16, 64
+V5E = hardware_for("tpu_v5e")
+FREE = replace(V5E, link=replace(V5E.link, alpha_s=0.0))
+
+
+def advised(fn: Any, *args: Any, **options: Any) -> Advised:
+    made = prepared(fn, args, mesh_of(data=2, model=4), **options)
+    backend = backend_for("tpu")
+    predictor = Predictor(made.problem, FREE, made.traced.call.donated, backend)
+    best = propose(made.problem, predictor, {"program": "test", "mesh": "test"}, asks=0).ranked[0]
+    return Advised(made, best.layout, FREE, backend, None, best.prediction)
+
+
+def picked(y: Any) -> Any:
+    y = y.reshape(BATCH, TIME, 3, HEADS, SIZE)
+    return tuple(y[:, :, i] for i in range(3))
+
+
+CUTS: dict[str, Callable[[Any], Any]] = {
+    "split": lambda y: jnp.split(y, 3, -1),
+    "slices": lambda y: (y[..., :D], y[..., D : 2 * D], y[..., 2 * D :]),
+    "picked": picked,
+}
+
+
+def train(block: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def step(p: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: (block(p, x) ** 2).mean())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    return step
+
+
+def attention(parts: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def block(p: Any, x: Any) -> Any:
+        q, k, v = (part.reshape(BATCH, TIME, HEADS, SIZE) for part in parts(p, x))
+        weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        return x + jnp.einsum("bhts,bshk->bthk", weights, v).reshape(x.shape) @ p["o"]
+
+    return train(block)
+
+
+FUSED = {"qkv": array(D, 3 * D), "o": array(D, D)}
+APART = {"q": array(D, D), "k": array(D, D), "v": array(D, D), "o": array(D, D)}
+X = array(BATCH, TIME, D)
+
+
+@pytest.fixture(scope="module")
+def apart() -> Advised:
+    return advised(attention(lambda p, x: [x @ p[n] for n in "qkv"]), APART, X, donate_argnums=0)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_fused_projections_without_the_moves_cost_what_separate_ones_do(cut: str, apart: Advised) -> None:
+    case = advised(attention(lambda p, x: CUTS[cut](x @ p["qkv"])), FUSED, X, donate_argnums=0)
+    fused = find_fused(case.prepared.problem)
+    found = case.best_of(separated(case.prepared.problem, fused, case.prepared.carry))
+    assert found.collective_bytes == pytest.approx(apart.now.collective_bytes, rel=0.02)
+    assert found.time_s == pytest.approx(apart.now.time_s, rel=0.1)
+    lines = advise(case)
+    assert bool(lines) == (found.time_s < 0.98 * case.now.time_s)
+    if lines:
+        assert lines[0].startswith(
+            "store the parts of p/qkv (dimension 1: 256 + 256 + 256) as separate arrays: it would"
+        )
+        assert "% of the predicted step" in lines[0]
+    assert lines or cut == "picked"  # there the axis that is split goes to another dimension, which is as good here
+
+
+def test_separate_projections_get_no_advice(apart: Advised) -> None:
+    assert advise(apart) == ()
+
+
+def test_gate_and_up_in_one_array() -> None:
+    def block(p: Any, x: Any) -> Any:
+        gate, up = jnp.split(x @ p["gate_up"], 2, -1)
+        return x + (jax.nn.silu(gate) * up) @ p["down"]
+
+    case = advised(train(block), {"gate_up": array(D, 2 * F), "down": array(F, D)}, X, donate_argnums=0)
+    (line,) = advise(case)
+    assert "p/gate_up (dimension 1: 512 + 512)" in line
+
+
+def test_a_vocabulary_that_nothing_divides_is_to_be_padded() -> None:
+    def loss(p: Any, tokens: Any) -> Any:
+        return -jnp.mean(jax.nn.log_softmax(jnp.tanh(p["embed"][tokens]) @ p["head"])[..., 0])
+
+    def step(p: Any, tokens: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p, tokens))
+
+    def case(vocabulary: int) -> Advised:
+        p = {"embed": array(vocabulary, D), "head": array(D, vocabulary)}
+        return advised(step, p, array(64, 32, dtype=np.int32), donate_argnums=0)
+
+    odd, even = case(5003), case(5120)
+    lines = advise(odd)
+    assert len(lines) == 1
+    assert lines[0].startswith("pad dimension 0 of p/embed, dimension 1 of p/head from 5003 to 5120: it would save")
+    assert even.now.time_s < 0.9 * odd.now.time_s
+    assert advise(even) == ()
+
+
+def test_a_function_that_needs_its_size_gets_no_advice_to_pad() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return x @ w + jnp.arange(1003.0)
+
+    assert advise(advised(fn, array(D, 1003), array(BATCH, D))) == ()
+
+
+def test_an_argument_that_comes_back_is_to_be_donated() -> None:
+    def step(state: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w: w - x.T @ (x @ w), state)
+
+    args = {name: array(2048, 2048) for name in "uvw"}, array(8, 2048)
+    (line,) = advise(advised(step, *args))
+    assert line.startswith("donate argument 0, which the function returns anew (donate_argnums): it would save")
+    assert "% of the predicted peak memory" in line
+    assert advise(advised(step, *args, donate_argnums=0)) == ()
+
+
+def test_a_plan_carries_and_prints_its_advice() -> None:
+    step = attention(lambda p, x: CUTS["split"](x @ p["qkv"]))
+    plan = autoshard.optimize(
+        step, (FUSED, X), mesh_of(data=2, model=4), donate_argnums=0, hardware=FREE, progress=False,
+        effort=autoshard.Effort(compiled=0, measured=0),
+    )  # fmt: skip
+    assert len(plan.advice) == 1
+    assert f"advice: {plan.advice[0]}" in plan.notes
+    assert plan.advice[0] in str(plan).replace("\n", " ")
