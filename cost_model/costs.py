@@ -1,9 +1,9 @@
 """Costs of classes (see `classes`) under many placements at once, as NumPy tables.
 
 A class's cost depends only on how its few columns (signatures) are split. Classes with the same columns, or some of
-them, are one *group*; every way in which a group's columns are split that any layout asked for is one *row*. A candidate
-is then one row per group, and its time a sum of table look-ups; a row is computed once, together with all others that
-are new.
+them, are one *group*; every way in which a group's columns are split that any layout asked for is one *row*. A layout
+is then one row per group, and its time a sum of table look-ups; a row is computed once, with all others that are
+new.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.constrain import ANCHORS
+from autoshard.constrain import ANCHORS, CUT_KERNELS
 from autoshard.layout import AxisRule, Layout
 from autoshard.placements import Placements
 from autoshard.program import Value
@@ -27,7 +27,7 @@ class Shortener:
         values: list[Value] = [*body.inputs, *body.outputs]
         works = []
         for eqn in place.problem.program.eqns if inside else ():
-            if eqn.primitive in ANCHORS:
+            if eqn.primitive in ANCHORS or eqn.primitive in CUT_KERNELS:
                 works.append(eqn)
                 values += eqn.outputs
             values += [value for carry in eqn.carries for value in carry]
