@@ -6,6 +6,7 @@
 """
 
 from autoshard.apply import apply as apply
+from autoshard.check import check as check
 from autoshard.errors import ArgumentError as ArgumentError
 from autoshard.errors import AutoshardError as AutoshardError
 from autoshard.errors import ExtraError as ExtraError
@@ -27,6 +28,7 @@ from autoshard.layout import AxisRule as AxisRule
 from autoshard.optimize import optimize as optimize
 from autoshard.plan import Plan as Plan
 from autoshard.plan import Verification as Verification
+from autoshard.start import init as init
 from autoshard.table import SpecTable as SpecTable
 from autoshard.target import target as target
 from autoshard.trial import Trial as Trial

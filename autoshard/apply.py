@@ -102,7 +102,7 @@ def apply(
     else:
         rules = tuple(map(_as_rule, layout))
     return Plan(
-        user_fn=fn,
+        user_fn=request.fn,
         options=request.options,
         traced=prepared.traced,
         layout=Layout(problem, rules, inside),

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import report
+from autoshard import report, start
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.constrain import PlacedConstraint, constraints_for, placed
 from autoshard.errors import ArgumentError, PathError, TargetError
+from autoshard.in_place import InPlace
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
@@ -142,7 +143,7 @@ class Plan:
         call = flatten_call(self.user_fn, args, kwargs, self.options)
         plan = self if call.same_as(self.traced.call) else self._for(call)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
-            return plan.traced.unflatten_outputs(plan.built.function(*call.leaves))
+            return self._finished(args, plan.traced.unflatten_outputs(plan.built.function(*call.leaves)))
         executable = plan.compile().executable
         times = Counter(id(leaf) for leaf in call.leaves)  # jax dies of a donated array that is passed twice
         leaves = [
@@ -151,7 +152,11 @@ class Plan:
                 call.leaves, plan.traced.call.avals, plan.built.in_shardings, plan.traced.call.donated, strict=True
             )
         ]
-        return plan.traced.unflatten_outputs(executable(*leaves))
+        return self._finished(args, plan.traced.unflatten_outputs(executable(*leaves)))
+
+    def _finished(self, args: tuple[Any, ...], outputs: Any) -> Any:
+        """The outputs as the person's function returns them; modules that it changes in place are changed."""
+        return self.user_fn.finish(args, outputs) if isinstance(self.user_fn, InPlace) else outputs
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -184,16 +189,7 @@ class Plan:
         """
         self._needs_devices("place(...)")
         paths = self.traced.program.input_paths
-        owners = self.traced.call.owners
-        owner: int | str = argument
-        if isinstance(argument, str) and argument not in owners:
-            named = {path.split("/")[0].split("[")[0].split(".")[0]: o for path, o in zip(paths, owners, strict=True)}
-            owner = named.get(argument, argument)
-        numbers = [i for i, o in enumerate(owners) if o == owner]
-        if not numbers:
-            raise ArgumentError(
-                f"place({argument!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}."
-            )
+        _, numbers = start.owned(self, argument, "place")
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [i for i, leaf in enumerate(leaves) if not is_static(leaf)]
         if len(arrays) != len(numbers):
@@ -214,6 +210,20 @@ class Plan:
                 f"table, plan.table.save(path), and apply it where the devices are: autoshard.apply(fn, args, mesh, "
                 f"path)."
             )
+
+    def abstract(self, argument: int | str) -> Any:
+        """An argument as `jax.ShapeDtypeStruct`s with the plan's shardings, in its structure.
+
+        What orbax restores into: `checkpointer.restore(path, plan.abstract("params"))` puts each shard where it
+        belongs, whatever plan or mesh it was saved under.
+
+        Args:
+            argument: Position or name of the parameter.
+
+        Raises:
+            ArgumentError: If the function has no such argument.
+        """
+        return start.abstract(self, argument)
 
     def _for(self, call: Call) -> Plan:
         """The plan for another signature: traced anew, the same rules, no search; remembered."""

@@ -18,8 +18,10 @@ from autoshard.dims import LogicalAxes, logical_axes
 from autoshard.discover import RuleFinder
 from autoshard.errors import ArgumentError, PathError
 from autoshard.groups import find_groups
+from autoshard.in_place import InPlace, functional
 from autoshard.layout import Problem
 from autoshard.meshes import MeshInfo, resolve_mesh
+from autoshard.metadata import role_names, specs_from_names
 from autoshard.pins import resolve_pins, user_constraints
 from autoshard.plan import Plan
 from autoshard.program import Program
@@ -28,7 +30,7 @@ from autoshard.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.table import SpecTable
 from autoshard.trace import Traced, effects_of, source_line, trace
 
-Pins = Mapping[str | re.Pattern[str], PartitionSpec] | Plan | SpecTable | None
+Pins = Mapping[str | re.Pattern[str], PartitionSpec] | Plan | SpecTable | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
 
 LARGE_CONSTANT_BYTES = 2**20
@@ -104,6 +106,7 @@ def make_request(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
+    fn = functional(fn, example_args, example_kwargs or {}, info.auto)
     call = flatten_call(fn, tuple(example_args), dict(example_kwargs or {}), options)
     kept: UserConstraints = "pin" if user_constraints == "pin" else "ignore"
     return Request(fn, options, info, carry, pins, kept), call
@@ -115,6 +118,8 @@ def prepare(request: Request, call: Call) -> Prepared:
     traced = trace(request.fn, call, mesh.auto, keep_user_constraints=request.user_constraints == "pin")
     program = traced.program
     carry = resolve_carry(traced, request.carry)
+    if isinstance(request.fn, InPlace) and request.carry is None:
+        carry += tuple(pair for pair in resolve_carry(traced, request.fn.carry) if pair not in carry)
     notes = []
     if request.carry is None and carry:
         owners = dict.fromkeys(program.input_paths[i].split("/")[0] for i, _ in carry)
@@ -130,8 +135,9 @@ def prepare(request: Request, call: Call) -> Prepared:
     notes += [*finder.notes, *_notes_on_kernels(axes)]
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
-    pins |= resolve_pins(_pin_map(request.pins, program.input_paths), program, mesh.axes, carry)
-    roles = find_roles(axes)
+    asked: Pins = specs_from_names(call, tuple(mesh.axes)) if request.pins == "metadata" else request.pins
+    pins |= resolve_pins(_pin_map(asked, program.input_paths), program, mesh.axes, carry)
+    roles = find_roles(axes, role_names(call))
     problem = Problem(roles, groups, mesh.axes, pins, unstated_roles(roles))
     return Prepared(request, traced, problem, carry, tuple(notes))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -77,8 +78,13 @@ class Roles:
         return NO_AXIS if axis == NO_AXIS else self.of_axis[axis]
 
 
-def find_roles(axes: LogicalAxes) -> Roles:
-    """Groups the logical axes into roles and names them."""
+def find_roles(axes: LogicalAxes, given: Mapping[tuple[int, int], str] | None = None) -> Roles:
+    """Groups the logical axes into roles and names them.
+
+    Args:
+        axes: The logical axes.
+        given: By (argument leaf, dimension), what the model itself calls that dimension.
+    """
     labels = _labels(axes)
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     meets = _meetings(axes)
@@ -92,7 +98,7 @@ def find_roles(axes: LogicalAxes) -> Roles:
     for role, group in enumerate(members):
         for axis in group:
             of_axis[axis] = role
-    named = _names(axes, members)
+    named = _names(axes, members, given or {})
     sizes = _sizes(axes)
     roles = tuple(
         Role(
@@ -157,13 +163,16 @@ def _meetings(axes: LogicalAxes) -> list[set[int]]:
     return meets
 
 
-def _names(axes: LogicalAxes, members: list[list[int]]) -> list[tuple[str, str]]:
-    """(name, witness) of each role: from the first argument leaf that has it, else from the equation that makes it."""
+def _names(axes: LogicalAxes, members: list[list[int]], given: Mapping[tuple[int, int], str]) -> list[tuple[str, str]]:
+    """(name, witness) of each role: the model's own, else of the first argument leaf, else of the equation."""
     program = axes.program
     leaf_of: dict[int, tuple[str, int]] = {}
-    for path, value in zip(program.input_paths, program.body.inputs, strict=True):
+    own: dict[int, str] = {}
+    for leaf, (path, value) in enumerate(zip(program.input_paths, program.body.inputs, strict=True)):
         for dim, axis in enumerate(axes.of_value[value.index]):
             leaf_of.setdefault(axis, (path, dim))
+            if (leaf, dim) in given:
+                own.setdefault(axis, _RESERVED.sub("_", given[leaf, dim]))
     maker_of: dict[int, tuple[Eqn, Value, int]] = {}
     for eqn in program.eqns:
         for value in eqn.outputs:
@@ -177,7 +186,8 @@ def _names(axes: LogicalAxes, members: list[list[int]]) -> list[tuple[str, str]]
         if axis in leaf_of:
             path, dim = leaf_of[axis]
             parts = _RESERVED.sub("_", path).split("/")
-            candidates.append(["/".join(parts[-n:]) + f".{dim}" for n in range(1, len(parts) + 1)])
+            derived = ["/".join(parts[-n:]) + f".{dim}" for n in range(1, len(parts) + 1)]
+            candidates.append([*[own[a] for a in group if a in own][:1], *derived])
             witnesses.append(f"{path} dimension {dim}")
         elif axis in maker_of:
             eqn, value, dim = maker_of[axis]
