@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.advice import Advised, advise
+from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.apply import rebinder
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
@@ -46,10 +47,12 @@ _UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
 
 
 def optimize(
-    fn: Callable[..., Any],
-    example_args: Sequence[Any] | Callable[[], Sequence[Any]],
-    mesh: Mesh | str,
+    fn: Callable[..., Any] | None,
+    example_args: Sequence[Any] | Callable[[], Sequence[Any]] | None,
+    mesh: Mesh | str | int,
     *,
+    variants: Mapping[str, Variant] | None = None,
+    samples_per_step: float | Mapping[str, float] | None = None,
     target: str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -78,7 +81,11 @@ def optimize(
         fn: What you would give to `jax.jit`; already jitted is fine.
         example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct` (values
             for verifying and measuring are then made here); or a function that returns them.
-        mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`.
+        mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`; or just a number
+            of devices such as `"8"`: every shape of 1 to 3 axes is predicted, and the best one searched.
+        variants: Instead of `fn`, functions by name that do the same work in other ways (`{"remat": f, "plain": g}`),
+            each alone or with example arguments of its own (`("batch=64": (f, args)}`): searched jointly.
+        samples_per_step: How many samples a step has, by variant where they differ: the time of one is compared.
         target: Hardware that is not here, such as `"tpu:v5e:4x4"`, with `mesh` as text; see `autoshard.target`. Nothing
             is run on it: candidates are compiled by its real compiler, in processes of their own, and not measured.
         example_kwargs: Keyword arguments.
@@ -117,6 +124,14 @@ def optimize(
         SearchFailedError: If every candidate was rejected.
         AutoshardError: For arguments that are not of the documented form; the message says which and how to mend it.
     """
+    given = dict(locals())
+    variants = given.pop("variants")
+    if variants is not None:
+        return over_variants(optimize, given, variants)
+    if device_count(mesh) is not None:
+        return over_mesh_shapes(optimize, given)
+    if fn is None or example_args is None or isinstance(mesh, int):
+        raise ArgumentError("optimize needs fn and example_args, or variants.")
     began = time.monotonic()
     effort = Effort() if effort is None else effort
     budget_bytes = parse_bytes(memory_budget_bytes)

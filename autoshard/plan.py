@@ -56,6 +56,7 @@ class Plan:
         skipped: Presets that make no sense for this function, with the reason.
         notes: What a person should know (carry that was assumed, effects, conversions, advice).
         advice: Changes of the program that are predicted to gain more, one line each; see `autoshard.advice`.
+        chosen: Name of the mesh shape or variant that won, where several were searched.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.
     """
@@ -73,6 +74,7 @@ class Plan:
     advice: tuple[str, ...] = ()
     compiler_options: CompilerOptions | None = None
     compiled: Compiled | None = None
+    chosen: str = ""
     when: str = ""
     search_s: float | None = None
     rebind: Callable[[Plan, Call], Plan] | None = field(default=None, repr=False)
