@@ -200,7 +200,7 @@ def optimize(
             winner = best_so_far(race, proposals)
         if interrupted:
             reporter.say("interrupted; returning the best so far")
-        advice = () if interrupted else _advice(race, winner)
+        advice = _advice(race, winner) if effort.compiled and not interrupted else ()
     plan = _plan(race, proposals, winner, compiler_options, interrupted)
     plan.advice = advice
     plan.notes += tuple(f"advice: {line}" for line in advice)

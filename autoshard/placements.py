@@ -109,6 +109,11 @@ class Placements:
         """Column of an equation's loops."""
         return self._column.get(self.problem.work_signature(eqn), self.columns - 1)
 
+    def split_sizes(self, column: int) -> list[int]:
+        """Sizes of the dimensions (or loops) of a column that rules may split."""
+        able = (self._roles[column] >= 0) & (self._dim_sizes[column] > 1)
+        return [int(size) for size in self._dim_sizes[column][able]]
+
     # Rows -----------------------------------------------------------------------------------------------------------
 
     def of_list(self, axis: int, rules: tuple[BoundRule, ...]) -> int:

@@ -55,7 +55,8 @@ class Plan:
         trials: Every candidate with prediction, evidence or rejection.
         skipped: Presets that make no sense for this function, with the reason.
         notes: What a person should know (carry that was assumed, effects, conversions, advice).
-        advice: Changes of the program that are predicted to gain more, one line each; see `autoshard.advice`.
+        advice: Changes of the program that are predicted to gain more, one line each (see `autoshard.advice`); none was
+            looked for where nothing was compiled.
         chosen: Name of the mesh shape or variant that won, where several were searched.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.

@@ -8,6 +8,7 @@ new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -221,6 +222,23 @@ class Costs:
     def sent_bytes(self) -> NDArray[np.float64]:
         """[rows, slots] bytes that one device sends, likewise."""
         return self._sent_bytes[: self._count]
+
+    def least_compute_s(self) -> float:
+        """Seconds of compute that no layout goes below: every class split over every mesh axis that divides a loop."""
+        devices = int(self.specs.devices[-1])
+        most = np.array([self._most_pieces(column) for column in self._work_column.tolist()])
+        owner, entry = self._operands_of.of(np.arange(len(self._works)))
+        traffic = _sum_by(owner, self._operands.bytes[entry] // devices, len(self._works))
+        owner, entry = self._results_of.of(np.arange(len(self._works)))
+        traffic += _sum_by(owner, self._results.bytes[entry] // devices, len(self._works))
+        traffic_s = traffic * self._work_traffic / self._hardware.memory_bytes_per_s
+        arithmetic_s = self._work_flops / most / self._work_rate
+        return float((self._work_times * np.maximum(arithmetic_s, traffic_s)).sum())
+
+    def _most_pieces(self, column: int) -> int:
+        """Into how many pieces a column can be split at most: by each mesh axis that divides one of its sizes."""
+        sizes = self._placements.split_sizes(column)
+        return math.prod(axis for axis in self._placements.sizes if any(size % axis == 0 for size in sizes))
 
     def held(self, rows: Array) -> tuple[Array, Array, Array]:
         """(layout, memory column, bytes) of what the classes hold beside the values themselves.

@@ -153,6 +153,14 @@ class Predictor:
         parts = [self._chunk(index[i : i + CHUNK]) for i in range(0, max(len(index), 1), CHUNK)]
         return Predictions(*(np.concatenate([getattr(part, name) for part in parts]) for name in Predictions.__slots__))
 
+    def least_s(self) -> float:
+        """A lower bound on the predicted time of any layout: compute, every class split as far as it can be.
+
+        Certified: overlap hides communication behind compute at most, so the time is never less than that of compute;
+        and no rule list splits a class further than by each mesh axis that divides one of its loops.
+        """
+        return self._costs.least_compute_s()
+
     def sent_bytes(self, rules: tuple[AxisRule, ...]) -> int:
         """Predicted collective bytes of a rule list."""
         return self.predict(Layout(self.problem, rules)).collective_bytes

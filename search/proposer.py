@@ -376,7 +376,8 @@ class _Search:
         made: dict[str, Proposal] = {}
         for found, prediction in zip(kept.values(), predictions, strict=True):
             layout = Layout(self._problem, found.rules)
-            made.setdefault(layout.key(), Proposal(found.name, found.origin, layout, layout.key(), prediction))
+            key = layout.key()
+            made.setdefault(key, Proposal(found.name, found.origin, layout, key, prediction))
 
         def order(proposal: Proposal) -> tuple[object, ...]:
             fewest = len(proposal.layout.rules)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost_model.hardware import Link, h100
+from autoshard.cost_model.hardware import Hardware, Link, h100
 from autoshard.cost_model.peak import _vertices
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout import AxisRule, Layout, Occurrence, Problem
 from autoshard.prepare import Prepared
 from tests.models import decoder_args, decoder_step, unrolled_args, unrolled_step
-from tests.stages import mesh_of, prepared
+from tests.stages import array, mesh_of, prepared
 
 SLOW = h100.with_links({"data": Link(alpha_s=1e-6, bytes_per_s=1e9), "model": Link(alpha_s=3e-6, bytes_per_s=7e9)})
 
@@ -70,3 +70,19 @@ def test_a_dropped_row_is_never_the_only_maximum(rows: list[list[int]], data: st
     kept = _vertices(table, work)
     weights = np.array(data.draw(st.lists(st.floats(0, 1), min_size=3, max_size=3)))
     assert (table[kept] @ weights).max() >= (table @ weights).max() - 1e-9
+
+
+@pytest.mark.parametrize("hardware", [SLOW, h100])
+def test_no_layout_is_predicted_below_the_bound(decoder: Prepared, hardware: Hardware) -> None:
+    problem = decoder.problem
+    predictor = Predictor(problem, hardware, decoder.traced.call.donated)
+    batch = random_rules(problem, 500)
+    times = predictor.predict_many(predictor.placements.of_rules(batch)).time_s
+    assert times.min() >= predictor.least_s() > 0
+
+
+def test_the_bound_is_met_where_everything_splits_and_nothing_moves() -> None:
+    made = prepared(lambda x, y: x * y + x, (array(64, 8), array(64, 8)), mesh_of(data=4, model=2))
+    predictor = Predictor(made.problem, SLOW, made.traced.call.donated)
+    split = Layout(made.problem, (AxisRule("x.0", "data"), AxisRule("x.1", "model")))
+    assert predictor.predict(split).time_s == pytest.approx(predictor.least_s())

@@ -99,6 +99,9 @@ def best_s() -> dict[tuple[str, str], float]:
             every = proposals(of_case(case, mesh), hardware, enumerate_at_most=1_000_000)
             assert every.enumerated
             found[case, mesh] = every.ranked[0].prediction.time_s
+            made = of_case(case, mesh)
+            least_s = Predictor(made.problem, hardware, made.traced.call.donated, backend_for(hardware.name)).least_s()
+            assert found[case, mesh] >= least_s, "no layout there is goes below the bound"
     return found
 
 
