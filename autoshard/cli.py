@@ -10,11 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard import cli_table
-from autoshard.errors import ArgumentError, AutoshardError, NoFeasiblePlanError, SearchFailedError
-from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.ladder import Effort
-from autoshard.optimize import optimize
+from autoshard import cli_jobs, cli_table
+from autoshard.errors import AutoshardError, NoFeasiblePlanError, SearchFailedError
+from autoshard.job import read_job
 from autoshard.plan import Plan
 from autoshard.report import table_text
 from autoshard.table import SpecTable
@@ -40,18 +38,19 @@ def common(
 
 @app.command()
 def search(
-    factory: Annotated[str, typer.Argument(help=FACTORY)],
+    what: cli_jobs.What,
     mesh: Annotated[str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")] = None,
     target: Annotated[str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
-    storage: Annotated[str | None, typer.Option(help="Journal file or Optuna storage URL; the study resumes.")] = None,
-    study: Annotated[str | None, typer.Option(help="Name of the study in the storage.")] = None,
+    storage: cli_jobs.Storage = None,
+    study: cli_jobs.Study = None,
+    lease: cli_jobs.Lease = None,
     memory_budget: Annotated[str | None, typer.Option(help="Per device, such as 16GiB.")] = None,
     hardware: Annotated[str | None, typer.Option(help="Preset, or a file written by calibration.")] = None,
-    compiled: Annotated[int, typer.Option(help="Candidates to compile.")] = Effort().compiled,
-    measured: Annotated[int, typer.Option(help="Candidates to measure.")] = Effort().measured,
+    compiled: Annotated[int | None, typer.Option(help="Candidates to compile.", show_default="12")] = None,
+    measured: Annotated[int | None, typer.Option(help="Candidates to measure.", show_default="4")] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop measuring after this long.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    seed: cli_jobs.Seed = None,
     isolate: Annotated[
         bool | None,
         typer.Option("--isolate/--no-isolate", help="Compile in a process of its own.", show_default="isolate"),
@@ -63,27 +62,16 @@ def search(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Searches, and prints the plan."""
-    use_cpu_devices(cpu_devices)
-    arguments = call_factory(factory)
-    chosen: dict[str, Any] = {
-        "mesh": mesh, "target": target, "memory_budget_bytes": memory_budget, "hardware": hardware,
-        "storage": storage, "study": study, "isolate": isolate, "compile_timeout_s": compile_timeout,
-        "compile_memory_bytes": compile_memory,
-    }  # fmt: skip
-    arguments |= {key: value for key, value in chosen.items() if value is not None}
-    arguments.setdefault("isolate", True)
-    if "mesh" not in arguments:
-        raise ArgumentError("no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one.")
-    arguments.setdefault("effort", Effort(compiled, min(measured, compiled), seconds))
-    arguments |= {"seed": seed, "progress": not quiet}
-    try:
-        plan = optimize(**arguments)
-    except TypeError as error:
-        if "unexpected keyword argument" in str(error) and "optimize" in str(error):
-            raise ArgumentError(f"{factory}: the factory gives what optimize does not take: {error}") from None
-        raise
-    if out is not None:
-        plan.table.save(out)
+    job = read_job(
+        what,
+        {
+            "mesh": mesh, "target": target, "out": None if out is None else str(out), "storage": storage,
+            "study": study, "lease_s": lease, "memory_budget": memory_budget, "hardware": hardware,
+            "compiled": compiled, "measured": measured, "seconds": seconds, "seed": seed, "isolate": isolate,
+            "compile_timeout_s": compile_timeout, "compile_memory": compile_memory, "cpu_devices": cpu_devices,
+        },
+    )  # fmt: skip
+    plan = cli_jobs.with_job(job, progress=not quiet)
     print(json.dumps(plan_json(plan), indent=1) if as_json else str(plan))
 
 
@@ -97,6 +85,9 @@ def show(
     print(loaded.dumps() if as_json else table_text(loaded))
 
 
+app.command()(cli_jobs.worker)
+app.command()(cli_jobs.status)
+app.command()(cli_jobs.finish)
 app.command()(cli_table.check)
 app.command()(cli_table.diff)
 app.command()(cli_table.export)

@@ -36,6 +36,11 @@ class Effort:
     full: int = 4
     partitioned: int | None = None
 
+    @property
+    def counts(self) -> str:
+        """The numbers that decide what is chosen, as text."""
+        return f"{self.compiled} {self.measured} {self.full} {self.partitioned}"
+
     def __post_init__(self) -> None:
         counts = self.compiled, self.measured, self.seconds or 0, self.full - 1, self.partitioned or 0
         if any(count < 0 for count in counts):
@@ -50,11 +55,9 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     if not effort.compiled:
         return uncompiled_best(race, proposals, effort)
     chosen = choose_compiled(race, effort)
-    for number, candidate in enumerate(chosen):
-        if number and race.late():
-            race.progress.say(f"out of time after {number} of {len(chosen)} compiles")
-            break
-        race.compile(candidate)
+    race.compile(chosen)
+    if race.late() and (left := sum(c.trial.compiled is None and c.trial.status != "rejected" for c in chosen)):
+        race.progress.say(f"out of time after {len(chosen) - left} of {len(chosen)} compiles")
     fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
     if not fitting:
         fitting = _compile_smallest(race, chosen, effort.compiled)
@@ -85,6 +88,10 @@ def uncompiled_best(race: Race, proposals: Proposals, effort: Effort) -> Candida
 
 def choose_compiled(race: Race, effort: Effort) -> list[Candidate]:
     """What is worth compiling: what was compiled before, then the best of those that were partitioned."""
+    return race.shared.choose("compiled", lambda: _choose_compiled(race, effort), race.candidates)
+
+
+def _choose_compiled(race: Race, effort: Effort) -> list[Candidate]:
     hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
     partitioned = PARTITIONED_PER_COMPILED * effort.compiled if effort.partitioned is None else effort.partitioned
     ranked = _partitioned(race, _shortlist(_distinct(hopeful), max(partitioned, effort.compiled)))
@@ -112,8 +119,9 @@ def _next_best(race: Race, count: int) -> list[Candidate]:
     rejected = sum(c.trial.status == "rejected" for c in race.candidates)
     rest = [c for c in race.candidates if c.trial.status != "rejected" and _maybe_fits(c, race.budget_bytes, FAR)]
     rest.sort(key=lambda c: not c.is_preset)
-    for candidate in rest[:count] if rejected < ROUNDS_OF_REJECTIONS * count else []:
-        race.compile(candidate)
+    few = rest[:count] if rejected < ROUNDS_OF_REJECTIONS * count else []
+    for candidate in race.shared.choose("next", lambda: few, race.candidates):
+        race.compile([candidate])
         if candidate.trial.status != "rejected":
             return [candidate]
     raise all_rejected(race)
@@ -200,8 +208,8 @@ def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Ca
     rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
     smallest = rest[: max(count, 4)]
     smallest += [c for c in rest[len(smallest) :] if c.is_preset][: max(count, 4)]
-    for candidate in smallest:
-        race.compile(candidate)
+    for candidate in race.shared.choose("smallest", lambda: smallest, race.candidates):
+        race.compile([candidate])
         if candidate.trial.status != "rejected":
             return [candidate]
     raise infeasible(race, None, compiled=True) if race.budget_bytes is not None else all_rejected(race)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from autoshard.prepare import Pins, Prepared, make_request, prepare
 from autoshard.progress import Progress
 from autoshard.race import Candidate, Race
 from autoshard.search.proposer import Proposals, propose
+from autoshard.shared import Sharing, join
 from autoshard.tabulate import own_version
 from autoshard.target import mesh_on
 from autoshard.target_ladder import climb_target
@@ -72,6 +74,7 @@ def optimize(
     cache_dir: str | Path | None = "auto",
     storage: str | Path | None = None,
     study: str | None = None,
+    sharing: Sharing | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Plan:
@@ -110,8 +113,10 @@ def optimize(
             `"16GiB"`.
         cache_dir: Where it is kept what compiled programs for targets said; `"auto"` is `autoshard` in the user's cache
             folder, None keeps nothing.
-        storage: A journal file or Optuna storage URL in which the study is kept, to continue it later.
+        storage: A journal file or Optuna storage URL in which the study is kept, to continue it later, and to share it
+            with other workers: processes that make the same call, anywhere, at any time.
         study: The study's name in it.
+        sharing: What this worker does of a stored study, and how long its storage and other workers are waited for.
         seed: Of the sampler.
         progress: Say what is being done, on standard error.
 
@@ -160,6 +165,7 @@ def optimize(
         Progress(progress, interrupts) as reporter,
         isolation as isolated,
         compilers as pool,
+        ExitStack() as stack,
     ):
         prepared = prepare(request, call)
         problem, program = prepared.problem, prepared.traced.program
@@ -171,20 +177,22 @@ def optimize(
             reporter.say(note)
         predictor = Predictor(problem, machine, call.donated, backend_for(request.mesh.platform))
         started = time.monotonic()
-        proposals = propose(
+        identity = _identity(prepared, machine, budget_bytes, compiler_options)
+        shared = stack.enter_context(join(storage, study, sharing or Sharing(), identity, f"{seed} {effort.counts}"))
+        proposals = shared.propose(
+            lambda: propose(
+                problem,
+                predictor,
+                identity,
+                budget_bytes=budget_bytes,
+                seed=seed,
+                on_progress=lambda done, of: reporter.doing(f"proposing, {done} of {of} asked"),
+            ),
             problem,
             predictor,
-            _identity(prepared),
-            budget_bytes=budget_bytes,
-            storage=storage,
-            study_name=study,
-            seed=seed,
-            on_progress=lambda done, of: reporter.doing(f"proposing, {done} of {of} asked"),
         )
         reporter.say(f"{len(proposals.ranked)} distinct layouts from {proposals.evaluations} predictions")
-        race = Race(
-            prepared, predictor, proposals.evidence, inputs_for(call, program), budget_bytes, compiler_options, reporter
-        )
+        race = Race(prepared, predictor, shared, inputs_for(call, program), budget_bytes, compiler_options, reporter)
         race.isolation = isolated
         race.deadline_s = None if effort.seconds is None else started + effort.seconds
         interrupted = proposals.interrupted
@@ -253,13 +261,19 @@ def _plan(
     )
 
 
-def _identity(prepared: Prepared) -> dict[str, str]:
+def _identity(
+    prepared: Prepared, machine: Hardware, budget_bytes: int | None, options: CompilerOptions | None
+) -> dict[str, str]:
     """What a study is for."""
-    mesh = prepared.request.mesh
+    mesh, donated = prepared.request.mesh, prepared.traced.call.donated
     return {
         "program": prepared.traced.program.fingerprint,
         "mesh": ",".join(f"{name}={size}" for name, size in mesh.axes.items()),
         "devices": str(mesh.target or mesh.device_kind),
+        "hardware": f"{machine.name} {hashlib.sha256(machine.to_json().encode()).hexdigest()[:8]}",
+        "memory budget": str(budget_bytes),
+        "compiler options": str(sorted((options or {}).items())),
+        "donated leaves": f"{sum(donated)} of {len(donated)}",
         "jax": jax.__version__,
         "autoshard": own_version(),
     }

@@ -17,7 +17,7 @@ from autoshard import compat
 from autoshard.compile import Reading, build, evidence_of
 from autoshard.compile_cache import Refusal
 from autoshard.compile_pool import CompilePool, Job, Outcome
-from autoshard.errors import TargetError
+from autoshard.cost_model.predict import Predictor
 from autoshard.ladder import (
     Effort,
     all_rejected,
@@ -27,7 +27,8 @@ from autoshard.ladder import (
     uncompiled_best,
     with_presets,
 )
-from autoshard.race import Candidate, Race, one_line
+from autoshard.meshes import MeshInfo
+from autoshard.race import Candidate, Race, one_line, step_s
 from autoshard.report import bytes_text, seconds_text
 from autoshard.search.proposer import Proposals
 from autoshard.trial import CompiledEvidence
@@ -43,7 +44,7 @@ def climb_target(race: Race, proposals: Proposals, effort: Effort, pool: Compile
     race.enter(proposals.ranked)
     if not effort.compiled:
         return uncompiled_best(race, proposals, effort)
-    return _Climb(race, pool).climb(choose_compiled(race, effort), effort, proposals)
+    return _Climb(race, pool).climb(_unlike(choose_compiled(race, effort)), effort, proposals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +89,15 @@ class _Climb:
         return self.race.prepared.request.mesh.platform == "tpu" and "optimization_level" not in stated
 
     def _compile(self, candidates: Sequence[Candidate], level: Level) -> None:
+        shared = self.race.shared
+        if shared.tasks.alone:
+            self._compile_here(candidates, level)
+        else:
+            shared.each(
+                level, candidates, lambda c: self._compile_here([c], level), needs="compile", stop=self.race.late
+            )
+
+    def _compile_here(self, candidates: Sequence[Candidate], level: Level) -> None:
         race, mesh = self.race, self.race.prepared.request.mesh
         options = dict(race.compiler_options or {}) | (compat.quick_compile_options() if level == "quick" else {})
         jobs: list[Job] = []
@@ -125,33 +135,48 @@ class _Climb:
         if not isinstance(outcome, Reading):
             race.reject(candidate, f"compilation failed: {outcome.reason}")
             return
-        found = self._priced(candidate, outcome, level)
+        mesh = race.prepared.request.mesh
+        found = priced(outcome, mesh, race.predictor, candidate.proposal.prediction.compute_s, level)
         candidate.trial = replace(candidate.trial, status="compiled", compiled=found)
         over = race.over_budget(candidate)
         if over and found.peak_bytes > slack * (race.budget_bytes or 0):
             race.reject(candidate, over)
             return
-        race.keep(candidate)
         race.progress.say(
             f"{candidate.trial.name}: compiled ({level}) in {seconds_text(found.compile_s)}, step "
             f"{seconds_text(found.time_s)}, {bytes_text(found.collective_bytes)} moved, peak "
             f"{bytes_text(found.peak_bytes)}"
         )
 
-    def _priced(self, candidate: Candidate, reading: Reading, level: Level) -> CompiledEvidence:
-        mesh = self.race.prepared.request.mesh
-        if mesh.target is None:
-            raise TargetError("the mesh has real devices.")
-        compute_s, word = candidate.proposal.prediction.compute_s, "predicted"
-        if level == "full" and reading.cycles is not None and mesh.target.clock_hz is not None:
-            compute_s, word = reading.cycles / mesh.target.clock_hz, "compiler"
-        evidence = evidence_of(reading, mesh, lambda ops: self.race.time_s(compute_s, ops))
-        return replace(
-            evidence,
-            compute_s=compute_s,
-            compute_from="compiler" if word == "compiler" else "predicted",
-            level=level,
+
+def priced(
+    reading: Reading, mesh: MeshInfo, predictor: Predictor, predicted_compute_s: float, level: Level
+) -> CompiledEvidence:
+    """The evidence of a program compiled for a target; compute is the compiler's own estimate where there is one."""
+    clock_hz = mesh.target.clock_hz if mesh.target is not None else None
+    if level == "full" and reading.cycles is not None and clock_hz is not None:
+        compute_s, own = reading.cycles / clock_hz, True
+    else:
+        compute_s, own = predicted_compute_s, False
+    evidence = evidence_of(reading, mesh, lambda ops: step_s(predictor, compute_s, ops))
+    return replace(evidence, compute_s=compute_s, compute_from="compiler" if own else "predicted", level=level)
+
+
+def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that move the same data as an earlier one: compiling takes a minute, and they are as good."""
+    seen: set[object] = set()
+    kept = []
+    for candidate in candidates:
+        trial = candidate.trial
+        looks = (
+            trial.constraints,
+            trial.partitioned.collectives if trial.partitioned is not None else trial.key,
+            f"{candidate.proposal.prediction.peak_bytes:.2g}",
         )
+        if looks not in seen or candidate.is_preset:
+            kept.append(candidate)
+        seen.add(looks)
+    return kept
 
 
 def _compiled(candidate: Candidate, level: Level | None = None) -> bool:

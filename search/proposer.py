@@ -33,7 +33,7 @@ from autoshard.search.space import (
     refinements,
     rules_of,
 )
-from autoshard.search.storage import Evidence, open_study
+from autoshard.search.storage import open_study
 from autoshard.trial import Skipped
 
 ASKS = 40
@@ -90,7 +90,6 @@ class Proposals:
         ranked: Those that fit the budget by predicted time, then the others by how far they are over it; the Pareto set
             of time and memory and all presets are among them.
         skipped: Presets that make no sense here.
-        evidence: What the study already knows of candidates.
         evaluations: How many distinct effective layouts were predicted.
         enumerated: True if every rule list of the space was tried.
         interrupted: True if Ctrl-C ended the proposing early.
@@ -98,7 +97,6 @@ class Proposals:
 
     ranked: tuple[Proposal, ...]
     skipped: tuple[Skipped, ...]
-    evidence: Evidence
     evaluations: int
     enumerated: bool = False
     interrupted: bool = False
@@ -164,7 +162,7 @@ def propose(
     except KeyboardInterrupt:
         interrupted = True
     ranked = search.proposals()
-    return Proposals(ranked, (*skipped, *same), Evidence(study), search.evaluations, enumerated, interrupted)
+    return Proposals(ranked, (*skipped, *same), search.evaluations, enumerated, interrupted)
 
 
 @dataclass(eq=False, slots=True)

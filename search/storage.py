@@ -1,16 +1,13 @@
-"""Where a study lives: in memory, a journal file, or any storage URL of Optuna; and the evidence kept in it.
+"""Where the proposer's own study lives: in memory, a journal file, or any storage URL of Optuna.
 
-One Optuna trial is one proposal, told its predicted time. What was compiled, verified or measured is kept in attributes
-of the study under the candidate's key, so that a search that was killed continues and repeats no finished candidate.
+One Optuna trial is one proposal, told its predicted time. (What workers share is in `tasks`.)
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
@@ -18,7 +15,6 @@ from optuna.storages.journal import JournalFileBackend
 
 from autoshard.errors import StudyError
 
-EVIDENCE = "evidence:"
 IDENTITY = "identity"
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -72,24 +68,3 @@ def open_study(
             f"Choose another --study name, or another storage."
         )
     return study
-
-
-class Evidence:
-    """What is known of candidates, kept in the study."""
-
-    def __init__(self, study: optuna.Study) -> None:
-        self._study = study
-        self._known: dict[str, dict[str, Any]] = {
-            key.removeprefix(EVIDENCE): json.loads(text)
-            for key, text in study.user_attrs.items()
-            if key.startswith(EVIDENCE)
-        }
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The record of a candidate, or None."""
-        return self._known.get(key)
-
-    def put(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keeps the record of a candidate."""
-        self._known[key] = dict(record)
-        self._study.set_user_attr(EVIDENCE + key, json.dumps(record))

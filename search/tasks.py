@@ -38,6 +38,9 @@ log = logging.getLogger("autoshard.jobs")
 
 _T = TypeVar("_T")
 
+StudyTrial = FrozenTrial
+"""A task's claim or result; what it means is in this module's docstring."""
+
 Need = Literal["predict", "compile", "measure"]
 NEEDS: tuple[Need, ...] = ("predict", "compile", "measure")
 
@@ -194,6 +197,7 @@ class Tasks:
         self._beater: Beater | None = None
         self._watch, self._lock = _Watch(), MachineLock()
         self._waiting = False
+        self.alone = where is None
         self._storage: BaseStorage
         if where is None:
             self._storage = InMemoryStorage()

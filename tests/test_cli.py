@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from autoshard.search.connect import open_storage, study_names
+from autoshard.search.tasks import Tasks, record_of
 
 FACTORY = """
 import jax
@@ -89,48 +91,45 @@ print(json.dumps([dataclasses.asdict(c) for c in plan.compile().evidence.collect
     assert "params/w1" in shown.stdout
 
 
-def records(log: Path) -> dict[str, Any]:
-    """Evidence in the journal: by candidate."""
-    found: dict[str, Any] = {}
-    for line in log.read_text().splitlines() if log.exists() else []:
-        try:
-            attributes = json.loads(line).get("user_attr", {})
-        except json.JSONDecodeError:
-            continue  # the line that the kill cut
-        for key, text in attributes.items():
-            if key.startswith("evidence:"):
-                found.setdefault(key, []).append(json.loads(text))
+def compiled_seconds(log: Path) -> dict[str, list[float]]:
+    """By candidate, the compile times that its study has: one, unless it was compiled twice."""
+    found: dict[str, list[float]] = {}
+    if not log.exists():
+        return found
+    for name in study_names(open_storage(str(log))):
+        for trial in Tasks(str(log), name, create=False).trials():
+            task, _, key = trial.user_attrs.get("task", "").partition(" ")
+            if task == "compile" and trial.state.name in ("COMPLETE", "PRUNED"):
+                (made,) = record_of(trial)["trials"]
+                found.setdefault(key, []).append(made["compiled"]["compile_s"])
     return found
 
 
-def compiled_seconds(history: dict[str, Any]) -> dict[str, set[float]]:
-    """By candidate, the distinct compile times ever recorded: one, unless it was compiled twice."""
-    return {key: {r["compiled"]["compile_s"] for r in rows if r["compiled"]} for key, rows in history.items()}
-
-
 def test_a_killed_search_continues_and_repeats_no_finished_candidate(here: Path) -> None:
-    arguments = ("search", "job:factory", *SEARCH[:-4], "--compiled", "6", "--measured", "0", "--storage", "study.log")
+    study = ("--storage", "study.log", "--lease", "3")
+    arguments = ("search", "job:factory", *SEARCH[:-4], "--compiled", "6", "--measured", "0", *study)
     first = subprocess.Popen(
         command(*arguments), cwd=here, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     log = here / "study.log"
     deadline = time.monotonic() + 200
-    while len(records(log)) < 2 and first.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while len(compiled_seconds(log)) < 2 and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    before = compiled_seconds(records(log))
+    before = compiled_seconds(log)
     assert before
     second = run(here, *arguments, "--json")
     assert second.returncode == 0, second.stderr
-    after = compiled_seconds(records(log))
+    after = compiled_seconds(log)
     assert len(after) == 6
+    assert all(len(seconds) == 1 for seconds in after.values())
     for key, seconds in before.items():
         assert after[key] == seconds
     third = run(here, *arguments)
     assert third.returncode == 0
     assert "compiled in" not in third.stderr
-    assert compiled_seconds(records(log)) == after
+    assert compiled_seconds(log) == after
 
 
 def test_ctrl_c_ends_the_search_and_saves_the_best_so_far(here: Path) -> None:

@@ -18,7 +18,7 @@ from autoshard.errors import StudyError
 from autoshard.prepare import Prepared
 from autoshard.search.presets import ORDER
 from autoshard.search.proposer import Proposals, propose
-from autoshard.search.storage import Evidence, open_storage
+from autoshard.search.storage import open_storage
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import mesh_of, prepared
 
@@ -147,17 +147,6 @@ def test_a_study_that_was_killed_goes_on_where_it_was(mlp: Prepared, tmp_path: P
     after = trials(where)
     assert [t.params for t in after[: len(before)]] == [t.params for t in before]
     assert len(asked) == ASKS - len(before), "only the asks that were left"
-
-
-def test_evidence_is_kept_in_the_study(mlp: Prepared, tmp_path: Path) -> None:
-    where = tmp_path / "study.log"
-    first, _ = search(mlp, storage=where)
-    key = first.ranked[0].key
-    assert first.evidence.get(key) is None
-    first.evidence.put(key, {"status": "compiled", "compile_s": 1.5})
-    second, _ = search(mlp, storage=where)
-    assert second.evidence.get(key) == {"status": "compiled", "compile_s": 1.5}
-    assert isinstance(second.evidence, Evidence)
 
 
 def test_a_study_of_something_else_is_refused_and_the_difference_named(

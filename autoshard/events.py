@@ -1,0 +1,46 @@
+"""Logging of long jobs: one line an event, for people or as JSON; passwords are cut out of all of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+
+from autoshard.search.connect import without_password
+
+
+class _Line(logging.Formatter):
+    """One event a line."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__("%(message)s")
+        self._as_json, self._host = as_json, socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = without_password(" ".join(super().format(record).split()))
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        if not self._as_json:
+            return f"{when} {self._host}:{os.getpid()} {record.levelname} {message}"
+        event = {
+            "time": when, "host": self._host, "pid": os.getpid(), "level": record.levelname, "logger": record.name,
+            "event": message,
+        }  # fmt: skip
+        return json.dumps(event)
+
+
+def log_events(level: int, *, as_json: bool) -> None:
+    """Sends the package's events to standard error.
+
+    Args:
+        level: Of `logging`; INFO shows each claim and result.
+        as_json: One JSON object a line, for log collectors.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Line(as_json=as_json))
+    logger = logging.getLogger("autoshard")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level)
+    logger.propagate = False

@@ -1,0 +1,192 @@
+"""A job: what to search for and with what effort, from a TOML file or from options of the command line.
+
+    factory = "train.py:factory"
+    mesh = "data=4,model=2"
+    storage = "journal:/shared/study.log"
+    compiled = 64
+    [pins]
+    "params/wq" = ["", "model"]
+
+A pin is a list with one entry a dimension: `""` for unsharded, a mesh axis, or a list of mesh axes. Nothing read from a
+job file is executed; its factory is imported as if it stood on the command line, and from the same places.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import ArgumentError
+from autoshard.factory import call_factory
+from autoshard.ladder import Effort
+from autoshard.optimize import optimize
+from autoshard.plan import Plan
+from autoshard.search.connect import without_password
+from autoshard.search.tasks import LEASE_S, NEEDS, Need
+from autoshard.shared import Sharing
+
+LARGEST_BYTES = 2**20
+"""Of a job file; one is a page long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to search for. What is None is left to the factory, else to `optimize`.
+
+    Attributes:
+        factory: See `autoshard.factory`.
+        mesh: Such as `data=4,model=2`.
+        target: Hardware that is not here, such as `tpu:v5e:4x4`.
+        cpu_devices: Work on this many CPU devices.
+        memory_budget: Per device, such as `16GiB`.
+        hardware: A preset, or a file written by calibration.
+        compiled: Candidates to compile, by all workers together.
+        measured: Candidates to measure.
+        full: On a target, candidates to compile at the full level.
+        seconds: Start nothing new after this long.
+        seed: Of the sampler.
+        pins: Leaf paths to specs.
+        isolate: Compile in a process of its own.
+        compile_timeout_s: Until a compilation has failed.
+        compile_memory: For the compiler's process, such as `16GiB`.
+        storage: Where the study is kept.
+        study: Its name.
+        lease_s: A worker that shows no life for this long has lost its task.
+        needs: What this worker does.
+        compilation_cache: jax's cache of compiled programs; may be shared.
+        out: Where to save the spec table.
+    """
+
+    factory: str
+    mesh: str | None = None
+    target: str | None = None
+    cpu_devices: int | None = None
+    memory_budget: int | str | None = None
+    hardware: str | None = None
+    compiled: int | None = None
+    measured: int | None = None
+    full: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    pins: Mapping[str, list[str | list[str]]] = field(default_factory=dict)
+    isolate: bool | None = None
+    compile_timeout_s: float | None = None
+    compile_memory: int | str | None = None
+    storage: str | None = None
+    study: str | None = None
+    lease_s: float = LEASE_S
+    needs: tuple[Need, ...] = NEEDS
+    compilation_cache: str | None = None
+    out: str | None = None
+
+    def updated(self, options: Mapping[str, Any]) -> Job:
+        """This job with the options that were given (are not None)."""
+        return replace(self, **{name: value for name, value in options.items() if value is not None})
+
+    @property
+    def effort(self) -> Effort:
+        """How many candidates are compiled and measured."""
+        plain = Effort()
+        compiled = plain.compiled if self.compiled is None else self.compiled
+        measured = plain.measured if self.measured is None else self.measured
+        full = plain.full if self.full is None else self.full
+        return Effort(compiled, min(measured, compiled), self.seconds, full)
+
+
+def read_job(what: str, options: Mapping[str, Any]) -> Job:
+    """A job from a TOML file, or for a factory, with the options of the command line on top.
+
+    Args:
+        what: Path of a job file (it ends in `.toml`), or a factory.
+        options: Fields of `Job`; None where an option was not given.
+
+    Raises:
+        ArgumentError: If the file cannot be read, or is no job; it says where.
+    """
+    if not what.endswith(".toml"):
+        return Job(factory=what).updated(options)
+    path = Path(what)
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise ArgumentError(f"job file {what}: larger than {LARGEST_BYTES} bytes; that is no job file.")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ArgumentError(f"job file {what!r} cannot be read: {reason}.") from None
+    return parse_job(text, what).updated(options)
+
+
+def parse_job(text: str, where: str) -> Job:
+    """A job from TOML.
+
+    Raises:
+        ArgumentError: If it is none; the message names the field.
+    """
+    try:
+        read = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ArgumentError(f"job file {where}: no TOML: {str(error) or 'nested too deeply'}.") from None
+    known = [f.name for f in fields(Job)]
+    unknown = sorted(set(read) - set(known))
+    if unknown:
+        raise ArgumentError(f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(known)}.")
+    try:
+        return msgspec.convert(read, Job)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ArgumentError(f"job file {where}: {without_password(str(error))}.") from None
+
+
+def arguments_of(job: Job) -> dict[str, Any]:
+    """The arguments of `optimize`: those of the factory, with what the job says on top.
+
+    Raises:
+        FactoryError: If the factory fails.
+        ArgumentError: If there is no mesh.
+    """
+    arguments = call_factory(job.factory)
+    pins: dict[str, PartitionSpec] = {
+        path: PartitionSpec(*(tuple(e) if isinstance(e, list) else e or None for e in entries))
+        for path, entries in job.pins.items()
+    }
+    chosen: dict[str, Any] = {
+        "mesh": job.mesh, "target": job.target, "memory_budget_bytes": job.memory_budget, "hardware": job.hardware,
+        "storage": job.storage, "study": job.study, "isolate": job.isolate,
+        "compile_timeout_s": job.compile_timeout_s, "compile_memory_bytes": job.compile_memory, "pins": pins or None,
+    }  # fmt: skip
+    arguments |= {key: value for key, value in chosen.items() if value is not None}
+    arguments.setdefault("isolate", True)
+    if "mesh" not in arguments:
+        raise ArgumentError("no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one.")
+    if "effort" not in arguments or (job.compiled, job.measured, job.full, job.seconds) != (None,) * 4:
+        arguments["effort"] = job.effort
+    return arguments | {"seed": job.seed}
+
+
+def run_job(job: Job, *, again: bool = False, progress: bool = True) -> Plan:
+    """Searches as a job says.
+
+    Args:
+        job: The job.
+        again: Measure once more what was measured before.
+        progress: Say what is being done.
+
+    Raises:
+        AutoshardError: As `optimize` does.
+    """
+    arguments = arguments_of(job)
+    sharing = Sharing(job.needs, job.lease_s, again=again)
+    try:
+        plan = optimize(**arguments, sharing=sharing, progress=progress)
+    except TypeError as error:
+        if "unexpected keyword argument" in str(error) and "optimize" in str(error):
+            raise ArgumentError(f"{job.factory}: the factory gives what optimize does not take: {error}") from None
+        raise
+    if job.out is not None:
+        plan.table.save(job.out)
+    return plan

@@ -1,0 +1,145 @@
+"""How a shared study stands: what is done, what runs where, the best so far, what was rejected and why, time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from autoshard.report import seconds_text
+from autoshard.search.tasks import StudyTrial, Tasks
+from autoshard.shared import trials_of
+from autoshard.trial import Trial
+
+COUNTED = ("compile", "full", "quick")
+"""Rungs on which one task is one evaluation of a candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A task that a worker has."""
+
+    title: str
+    owner: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """See the module.
+
+    Attributes:
+        evaluated: Candidates compiled or rejected.
+        wanted: Candidates chosen for compiling; 0 where that is not decided yet.
+        running: Tasks in work.
+        best: The best candidate so far, measured if any is.
+        rejected: Name and reason.
+        per_hour: Evaluations of the last hour's pace; 0 before the second.
+        left_s: Seconds until the wanted ones are evaluated at that pace; None where that cannot be said.
+        deaths: How often a worker was lost.
+    """
+
+    evaluated: int
+    wanted: int
+    running: tuple[Running, ...]
+    best: Trial | None
+    rejected: tuple[tuple[str, str], ...]
+    per_hour: float
+    left_s: float | None
+    deaths: int
+
+
+def standing_of(tasks: Tasks, now_s: float | None = None) -> Standing:
+    """How a study stands now.
+
+    Args:
+        tasks: Of the study.
+        now_s: Seconds since the epoch, for how long things run; by default this machine's clock.
+    """
+    now_s = time.time() if now_s is None else now_s
+    board = tasks.read()
+    found: dict[str, Trial] = {}
+    done: list[StudyTrial] = []
+    wanted: set[str] = set()
+    for task, trial in board.results.items():
+        rung, _, rest = task.partition(" ")
+        if rung == "choice" and rest.split()[0] in ("compiled", "next", "smallest"):
+            wanted |= set(board.record(task))
+        elif rung in (*COUNTED, "verify", "measure"):
+            found |= trials_of(board.record(task))
+            if rung in COUNTED:
+                done.append(trial)
+    alive = [t for t in found.values() if t.status != "rejected" and t.compiled is not None]
+    measured = [t for t in alive if t.measured is not None]
+    pace = _per_hour(done)
+    evaluated = {t.user_attrs["task"].partition(" ")[2] for t in done}
+    left = len(wanted - evaluated)
+    return Standing(
+        evaluated=len(evaluated),
+        wanted=len(wanted),
+        running=tuple(_running(c, now_s) for c in board.claims.values()),
+        best=min(measured or alive, key=_seconds, default=None),
+        rejected=tuple((t.name, t.reason.splitlines()[0]) for t in found.values() if t.status == "rejected"),
+        per_hour=pace,
+        left_s=left / pace * 3600 if pace and wanted else None,
+        deaths=sum(board.deaths.values()),
+    )
+
+
+def _seconds(trial: Trial) -> float:
+    if trial.measured is not None:
+        return trial.measured.median_s
+    return trial.compiled.time_s if trial.compiled is not None else float("inf")
+
+
+def _running(claim: StudyTrial, now_s: float) -> Running:
+    start = claim.datetime_start
+    for_s = max(0.0, now_s - start.timestamp()) if isinstance(start, datetime) else 0.0
+    return Running(str(claim.user_attrs.get("title")), str(claim.user_attrs.get("owner")), for_s)
+
+
+def _per_hour(done: Sequence[StudyTrial]) -> float:
+    ends = sorted(t.datetime_complete.timestamp() for t in done if t.datetime_complete is not None)
+    recent = [end for end in ends if ends[-1] - end <= 3600]
+    return (len(recent) - 1) / (recent[-1] - recent[0]) * 3600 if len(recent) > 1 and recent[-1] > recent[0] else 0.0
+
+
+def standing_text(standing: Standing) -> str:
+    """A few lines for people."""
+    wanted = standing.wanted or "?"
+    lines = [f"{standing.evaluated} of {wanted} candidates evaluated"]
+    if standing.per_hour:
+        lines[0] += f", {standing.per_hour:.3g} an hour"
+    if standing.left_s is not None:
+        lines[0] += f", about {_duration(standing.left_s)} left"
+    if standing.deaths:
+        lines[0] += f"; workers lost {standing.deaths} times"
+    if standing.best is not None:
+        word = "measured" if standing.best.measured is not None else "compiled"
+        rules = ", ".join(standing.best.rules) or "no rules"
+        lines.append(f"best so far: {standing.best.name}, {seconds_text(_seconds(standing.best))} {word} ({rules})")
+    lines += [f"running: {r.title} on {r.owner} for {_duration(r.for_s)}" for r in standing.running]
+    lines += [f"rejected: {name}, {reason}" for name, reason in standing.rejected]
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+
+
+def standing_json(standing: Standing) -> dict[str, Any]:
+    """The same as plain builtins."""
+    return {
+        "evaluated": standing.evaluated,
+        "wanted": standing.wanted,
+        "running": [{"task": r.title, "worker": r.owner, "for_s": r.for_s} for r in standing.running],
+        "best": None if standing.best is None else standing.best.to_dict(),
+        "rejected": [{"name": name, "reason": reason} for name, reason in standing.rejected],
+        "per_hour": standing.per_hour,
+        "left_s": standing.left_s,
+        "workers_lost": standing.deaths,
+    }
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
