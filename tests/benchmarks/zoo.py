@@ -1,4 +1,4 @@
-"""Found plans against experts' presets: `python -m tests.benchmarks.zoo --models gpt2,llama --meshes 4x2 --out zoo.json`.
+"""Found plans against presets: `python -m tests.benchmarks.zoo --models gpt2,llama --meshes 4x2 --out zoo.json`.
 
 Each problem has a memory budget of half of what replication needs. For each: every preset that fits, with constraints
 inside and as in/out shardings only (what people do today), and the found plan, all compiled for CPU devices and priced

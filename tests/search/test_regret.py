@@ -101,7 +101,7 @@ def best_s() -> dict[tuple[str, str], float]:
             found[case, mesh] = every.ranked[0].prediction.time_s
             made = of_case(case, mesh)
             least_s = Predictor(made.problem, hardware, made.traced.call.donated, backend_for(hardware.name)).least_s()
-            assert found[case, mesh] >= least_s, "no layout there is goes below the bound"
+            assert found[case, mesh] >= least_s * (1 - 1e-9), "no layout there is goes below the bound"
     return found
 
 
