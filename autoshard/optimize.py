@@ -191,7 +191,7 @@ def optimize(
             problem,
             predictor,
         )
-        reporter.say(f"{len(proposals.ranked)} distinct layouts from {proposals.evaluations} predictions")
+        reporter.say(f"{proposals.evaluations} distinct layouts predicted; {_bound_text(proposals, predictor)}")
         race = Race(prepared, predictor, shared, inputs_for(call, program), budget_bytes, compiler_options, reporter)
         race.isolation = isolated
         race.deadline_s = None if effort.seconds is None else started + effort.seconds
@@ -255,10 +255,19 @@ def _plan(
         trials=tuple(c.trial for c in race.candidates),
         skipped=proposals.skipped,
         notes=(*prepared.notes, *race.notes),
+        bound=_bound_text(proposals, race.predictor),
         compiler_options=compiler_options,
         compiled=winner.compiled,
         rebind=rebinder(prepared.request),
     )
+
+
+def _bound_text(proposals: Proposals, predictor: Predictor) -> str:
+    """How far the best prediction may be from any layout's."""
+    best_s, least_s = proposals.ranked[0].prediction.time_s, predictor.least_s()
+    if best_s <= least_s * 1.0005:
+        return "by the model no layout is faster than the best one found"
+    return f"by the model no layout is more than {1 - least_s / best_s:.1%} faster than the best one found"
 
 
 def _identity(

@@ -57,6 +57,7 @@ class Plan:
         notes: What a person should know (carry that was assumed, effects, conversions, advice).
         advice: Changes of the program that are predicted to gain more, one line each (see `autoshard.advice`); none was
             looked for where nothing was compiled.
+        bound: How much faster than the best one found any layout could be, by the model.
         chosen: Name of the mesh shape or variant that won, where several were searched.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.
@@ -75,6 +76,7 @@ class Plan:
     advice: tuple[str, ...] = ()
     compiler_options: CompilerOptions | None = None
     compiled: Compiled | None = None
+    bound: str = ""
     chosen: str = ""
     when: str = ""
     search_s: float | None = None

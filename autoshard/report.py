@@ -144,6 +144,7 @@ def plan_text(plan: Plan) -> str:
         ]
     if winner is not None and winner.measured is not None:
         lines.append(f"measured: median {seconds_text(winner.measured.median_s)} of {winner.measured.rounds} rounds")
+    lines += [plan.bound] if plan.bound else []
     lines += [f"note: {note}" for note in plan.notes]
     specs = _specs_table(plan.table)
     parts = [specs]
