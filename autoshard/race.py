@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.cost_model.predict import Predictor
@@ -25,7 +23,7 @@ from autoshard.progress import Progress
 from autoshard.report import bytes_text, seconds_text
 from autoshard.search.proposer import Proposal
 from autoshard.search.shorten import Shortener
-from autoshard.search.storage import Evidence
+from autoshard.shared import Shared, adopted
 from autoshard.shrink import Shrunk, shrink
 from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial, Verified
 from autoshard.verify import Reference, Trusted, reference_of, unsharded
@@ -82,7 +80,7 @@ class Race:
 
     prepared: Prepared
     predictor: Predictor
-    evidence: Evidence
+    shared: Shared
     inputs: Inputs
     budget_bytes: int | None
     compiler_options: CompilerOptions | None
@@ -105,6 +103,7 @@ class Race:
         entered = {c.trial.key for c in self.candidates}
         shortener = Shortener(self.predictor.placements)
         shortened: list[tuple[Proposal, Layout, str]] = []
+        known = self.shared.known()
         for proposal in proposals:
             for inside in (True, False):
                 layout = proposal.layout if inside else replace(proposal.layout, inside=False)
@@ -113,16 +112,16 @@ class Race:
                     continue
                 entered.add(key)
                 if inside or len(entered) > ARGUMENTS_PREDICTED:
-                    self._enter(proposal, layout, key)
+                    self._enter(proposal, layout, key, known)
                 else:
                     shortened.append((proposal, shortener.shorten(layout), key))
         if shortened:
             index = self.predictor.placements.of_rules([layout.rules for _, layout, _ in shortened])
             for (proposal, layout, key), own in zip(shortened, self.predictor.predict_each(index), strict=True):
-                self._enter(replace(proposal, prediction=own), layout, key)
+                self._enter(replace(proposal, prediction=own), layout, key, known)
         self.candidates.sort(key=lambda c: c.proposal.order(self.budget_bytes))
 
-    def _enter(self, proposal: Proposal, layout: Layout, key: str) -> None:
+    def _enter(self, proposal: Proposal, layout: Layout, key: str, known: Mapping[str, Trial]) -> None:
         p = proposal.prediction
         predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
         trial = Trial(
@@ -133,21 +132,14 @@ class Race:
             key=key,
             predicted=predicted,
         )
-        known = self.evidence.get(key)
-        if known is not None:
-            stored = msgspec.convert(known, Trial)
-            trial = replace(stored, name=trial.name, origin=trial.origin, predicted=predicted)
+        if key in known:
+            trial = adopted(trial, known[key])
         self.candidates.append(Candidate(layout, proposal, trial))
-
-    def keep(self, candidate: Candidate) -> None:
-        """Keeps what a candidate earned in the study."""
-        self.evidence.put(candidate.trial.key, candidate.trial.to_dict())
 
     def reject(self, candidate: Candidate, reason: str) -> None:
         """Takes a candidate out of the race."""
         candidate.trial = candidate.trial.reject(reason)
         candidate.compiled = None
-        self.keep(candidate)
         self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
 
     # Rungs ----------------------------------------------------------------------------------------------------------
@@ -190,8 +182,17 @@ class Race:
             )
         return times
 
-    def compile(self, candidate: Candidate, *, to_run: bool = False) -> None:
-        """Compiles one candidate; where there is evidence of it already, only if it is needed `to_run`.
+    def compile(self, candidates: Sequence[Candidate]) -> None:
+        """Compiles candidates of which there is no evidence yet, here or on other workers."""
+        new = [c for c in candidates if c.trial.compiled is None and c.trial.status != "rejected"]
+
+        def stop() -> bool:
+            return self.late() and any(c.trial.compiled is not None for c in candidates)
+
+        self.shared.each("compile", new, self._compile, needs="compile", stop=stop)
+
+    def _compile(self, candidate: Candidate, *, to_run: bool = False) -> None:
+        """Compiles one candidate here; where there is evidence of it already, only if it is needed `to_run`.
 
         With isolation that is in a process of its own, and in this one only what survived there and is needed `to_run`.
         """
@@ -226,7 +227,6 @@ class Race:
         if over:
             self.reject(candidate, over)
             return
-        self.keep(candidate)
         self.progress.say(
             f"{trial.name}: compiled in {seconds_text(found.compile_s)}, {bytes_text(found.collective_bytes)} moved, "
             f"peak {bytes_text(found.peak_bytes)}"
@@ -262,9 +262,16 @@ class Race:
         Where the unsharded function does not fit on one device, the outputs are compared with those of another compiled
         layout, and the same layout with the unsharded function at smaller sizes.
         """
+        self.compile([candidate])
         if candidate.trial.status == "rejected" or candidate.trial.verified is not None or self.reference_failure:
             return
-        self.compile(candidate, to_run=True)
+        for failure in self.shared.each(
+            "verify", [candidate], self._verify, needs="measure", note=lambda: self.reference_failure
+        ):
+            self.reference_failure = failure
+
+    def _verify(self, candidate: Candidate) -> None:
+        self._compile(candidate, to_run=True)
         if candidate.compiled is None:
             return
         self.progress.doing(f"verifying {candidate.trial.name}")
@@ -290,7 +297,6 @@ class Race:
                 f"tolerance {found.tolerance:.3g}",
             )
             return
-        self.keep(candidate)
 
     def _compare(self, compiled: Compiled, inputs: Inputs, reference: Reference) -> tuple[Verified, bool]:
         return reference.compare(compiled.executable(*inputs.place(compiled.built.in_shardings)))
@@ -309,7 +315,7 @@ class Race:
             if c.trial.compiled is not None and c.layout.input_specs() != candidate.layout.input_specs()
         )  # fmt: skip
         for other in others:
-            self.compile(other, to_run=True)
+            self._compile(other, to_run=True)
             if other.compiled is not None:
                 break
         else:
@@ -335,10 +341,19 @@ class Race:
 
     def measure(self, candidates: Sequence[Candidate]) -> None:
         """Measures candidates against each other, round by round."""
-        if all(c.trial.measured is not None for c in candidates):
+        self.compile(candidates)
+        alive = [c for c in candidates if c.trial.status != "rejected"]
+        if not alive or (all(c.trial.measured is not None for c in alive) and not self.shared.again):
             return
+
+        def best_s() -> float | None:
+            return min((c.trial.measured.median_s for c in alive if c.trial.measured is not None), default=None)
+
+        self.shared.group("measure", alive, lambda: self._measure(alive), best_s)
+
+    def _measure(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
-            self.compile(candidate, to_run=True)
+            self._compile(candidate, to_run=True)
         by_name = {c.trial.name: c for c in candidates if c.compiled is not None}
         while by_name:
             try:
@@ -358,7 +373,6 @@ class Race:
             for name, measured in found.items():
                 candidate = by_name[name]
                 candidate.trial = replace(candidate.trial, status="measured", measured=measured)
-                self.keep(candidate)
                 self.progress.say(f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)")
             return
 

@@ -89,6 +89,15 @@ class _Climb:
         return self.race.prepared.request.mesh.platform == "tpu" and "optimization_level" not in stated
 
     def _compile(self, candidates: Sequence[Candidate], level: Level) -> None:
+        shared = self.race.shared
+        if shared.tasks.alone:
+            self._compile_here(candidates, level)
+        else:
+            shared.each(
+                level, candidates, lambda c: self._compile_here([c], level), needs="compile", stop=self.race.late
+            )
+
+    def _compile_here(self, candidates: Sequence[Candidate], level: Level) -> None:
         race, mesh = self.race, self.race.prepared.request.mesh
         options = dict(race.compiler_options or {}) | (compat.quick_compile_options() if level == "quick" else {})
         jobs: list[Job] = []
@@ -133,7 +142,6 @@ class _Climb:
         if over and found.peak_bytes > slack * (race.budget_bytes or 0):
             race.reject(candidate, over)
             return
-        race.keep(candidate)
         race.progress.say(
             f"{candidate.trial.name}: compiled ({level}) in {seconds_text(found.compile_s)}, step "
             f"{seconds_text(found.time_s)}, {bytes_text(found.collective_bytes)} moved, peak "
