@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check suite bench fmt clean
+.PHONY: help install demo test test-all test-targets check suite bench fmt clean
 
 help:
-	@echo "make demo | test | test-all | check | suite | bench | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
+	@echo "make demo | test | test-all | test-targets | check | suite | bench | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: autoshard needs 3.11 or newer; set PYTHON=...")'
@@ -41,6 +41,13 @@ test: check suite
 test-all: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not bench and not targets" $(ARGS)
 
+# Downloads 640 MB: the real TPU and GPU compilers, which need neither a TPU nor a GPU. libtpu is under Google Cloud's
+# terms. In an environment of its own, because jax looks for a TPU wherever libtpu is installed.
+test-targets:
+	$(MAKE) install VENV=.venv-targets
+	.venv-targets/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu,gpu]'
+	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets --dist loadfile -n $(WORKERS) tests/targets $(ARGS)
+
 bench: $(STAMP)
 	$(BIN)/python -m pytest -m bench -s $(ARGS)
 
@@ -49,4 +56,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-next build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-targets build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,10 +21,12 @@ from autoshard.events import log_events
 from autoshard.factory import use_cpu_devices
 from autoshard.job import Job, read_job, run_job
 from autoshard.report import seconds_text
-from autoshard.search.connect import open_storage, study_names, without_password
+from autoshard.search.connect import close_storage, open_storage, study_names, without_password
 from autoshard.search.tasks import Tasks
 from autoshard.standing import standing_json, standing_of, standing_text
 from autoshard.supervise import supervise
+
+WATCH_S = 2.0
 
 JOB = "A job file (autoshard.toml), or a factory: pkg.module:factory or file.py:factory"
 
@@ -145,20 +147,21 @@ def status(
 ) -> None:
     """Shows how a study stands: what is done and rejected, what runs where, the best so far, the time left."""
     name = study or _only_study(storage)
-    tasks = Tasks(storage, name, create=False)
-    if not watch:
-        standing = standing_of(tasks)
-        sys.stdout.write((json.dumps(standing_json(standing)) if as_json else standing_text(standing)) + "\n")
-        return
-    console = Console()
-    with console.status(name) as line:
-        while True:
-            line.update(f"{name}\n{standing_text(standing_of(tasks))}")
-            time.sleep(2)
+    with Tasks(storage, name, create=False) as tasks:
+        if not watch:
+            standing = standing_of(tasks)
+            sys.stdout.write((json.dumps(standing_json(standing)) if as_json else standing_text(standing)) + "\n")
+            return
+        with Console().status(name) as line:
+            while True:
+                line.update(f"{name}\n{standing_text(standing_of(tasks))}")
+                time.sleep(WATCH_S)
 
 
 def _only_study(storage: str) -> str:
-    names = study_names(open_storage(storage))
+    opened = open_storage(storage)
+    names = study_names(opened)
+    close_storage(opened)
     if len(names) != 1:
         listed = ", ".join(names) or "none"
         raise StudyError(f"{without_password(storage)} has {len(names)} studies ({listed}); name one with --study.")

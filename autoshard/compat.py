@@ -396,6 +396,16 @@ def is_compile_only(device: Any) -> bool:
     return isinstance(device.client, _jax.CompileOnlyPyClient)
 
 
+def gpu_target_config(devices: Sequence[jax.Device]) -> str | None:
+    """What the GPU compiler knows of these GPUs, as text; None for devices that are no GPUs."""
+    from jaxlib import _jax
+
+    if devices[0].platform != "gpu":
+        return None
+    text: str = _jax.get_topology_for_devices(list(devices)).target_config
+    return text
+
+
 def quick_compile_options() -> dict[str, Any]:
     """What makes the TPU compiler skip its optimisations; jax 0.10 takes O0 as its number in XLA, 0.12 by name."""
     major, minor = map(int, jax.__version__.split(".")[:2])

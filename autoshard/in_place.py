@@ -32,6 +32,8 @@ class InPlace:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The changed modules, then what the step returns."""
+        if len(args) <= max(self.changed):
+            raise ArgumentError(f"pass argument {max(self.changed)} by position: the plan changes it in place.")
         out = self.step(*args, **kwargs)
         return (*(args[i] for i in self.changed), *(out if self._many else (out,)))
 
@@ -39,8 +41,6 @@ class InPlace:
         """Writes what a call of the plan changed into the caller's modules; what the step itself returns."""
         from flax import nnx
 
-        if len(args) <= max(self.changed):
-            raise ArgumentError(f"pass argument {max(self.changed)} by position: the plan changes it in place.")
         count = len(self.changed)
         for position, new in zip(self.changed, outputs[:count], strict=True):
             nnx.update(args[position], nnx.state(new))

@@ -18,6 +18,7 @@ from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.in_place import InPlace
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
+from autoshard.minimise import MinimalConstraints, minimise
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.table import SpecTable
 from autoshard.tabulate import table_of
@@ -141,6 +142,14 @@ class Plan:
             self._needs_devices("compile()")
             self.compiled = compile_built(self.built, self.mesh, compiler_options=self.compiler_options)
         return self.compiled
+
+    def minimise(self) -> MinimalConstraints:
+        """The fewest constraints inside the function that give the same collectives, in the words of the source.
+
+        Takes some dozens of runs of Shardy's passes and a few compilations; none for a plan of another machine.
+        """
+        compiled = None if self.mesh.target is not None else self.compile
+        return minimise(self.traced, self.layout, self.mesh, compiled, self.compiler_options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are consumed."""

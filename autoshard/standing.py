@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from autoshard.report import seconds_text
-from autoshard.search.tasks import StudyTrial, Tasks
+from autoshard.search.tasks import StudyTrial, Tasks, claim_of
 from autoshard.shared import trials_of
 from autoshard.trial import Trial
 
@@ -74,7 +74,7 @@ def standing_of(tasks: Tasks, now_s: float | None = None) -> Standing:
     alive = [t for t in found.values() if t.status != "rejected" and t.compiled is not None]
     measured = [t for t in alive if t.measured is not None]
     pace = _per_hour(done)
-    evaluated = {t.user_attrs["task"].partition(" ")[2] for t in done}
+    evaluated = {claim.task.partition(" ")[2] for t in done if (claim := claim_of(t)) is not None}
     left = len(wanted - evaluated)
     return Standing(
         evaluated=len(evaluated),
@@ -97,7 +97,8 @@ def _seconds(trial: Trial) -> float:
 def _running(claim: StudyTrial, now_s: float) -> Running:
     start = claim.datetime_start
     for_s = max(0.0, now_s - start.timestamp()) if isinstance(start, datetime) else 0.0
-    return Running(str(claim.user_attrs.get("title")), str(claim.user_attrs.get("owner")), for_s)
+    made = claim_of(claim)
+    return Running("?", "?", for_s) if made is None else Running(made.title, made.owner, for_s)
 
 
 def _per_hour(done: Sequence[StudyTrial]) -> float:

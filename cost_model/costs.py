@@ -120,6 +120,7 @@ class Costs:
         self._results = _Reads(placements, [(w.eqn, o) for w in works for o in w.results], max_loops)
         stored = np.array([bool(w.traffic) for w in works], dtype=bool)
         self._work_traffic = np.where(stored, 1.0, 0.0)
+        self._work_op_s = np.where(stored, self._hardware.op_s, 0.0)  # what fuses is no operation of its own
 
     def _prepare_uses(self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int) -> None:
         self._uses_times = np.array([u.times for u in uses])
@@ -320,7 +321,7 @@ class Costs:
 
         traffic_s = traffic * self._work_traffic[number] / self._hardware.memory_bytes_per_s
         times = self._work_times[number]
-        np.add.at(self._compute_s, row, times * np.maximum(arithmetic_s, traffic_s))
+        np.add.at(self._compute_s, row, times * (self._work_op_s[number] + np.maximum(arithmetic_s, traffic_s)))
         self._add_moves(moves, row, times)
         some = np.flatnonzero(extra)
         return row[some], number[some], extra[some].astype(np.int64)

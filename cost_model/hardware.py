@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,12 +28,24 @@ class Link:
     Attributes:
         alpha_s: Latency of one step of a collective, seconds, >= 0.
         bytes_per_s: What one device sends along the ring, > 0; both directions together where a ring uses both.
+        topology: `ring`: data for a far device passes through those between (an axis of a torus is one); `switch`:
+            every device reaches every other one directly.
+        kinds: Links as calibration measured them for particular kinds of collective; the others use this one.
     """
 
     alpha_s: float
     bytes_per_s: float
+    topology: Literal["ring", "switch"] = "switch"
+    kinds: Mapping[str, Link] = field(default_factory=dict, hash=False, repr=False)
+
+    def of_kind(self, kind: str) -> Link:
+        """The link as this kind of collective finds it."""
+        return self.kinds.get(kind, self)
 
     def __post_init__(self) -> None:
+        if self.topology not in ("ring", "switch"):
+            raise HardwareError(f"Link.topology is {self.topology!r}; use 'ring' (a torus axis is one) or 'switch'.")
+        object.__setattr__(self, "kinds", MappingProxyType(dict(self.kinds)))
         if not (math.isfinite(self.alpha_s) and self.alpha_s >= 0):
             raise HardwareError(
                 f"Link.alpha_s is {self.alpha_s}; a latency is finite and >= 0 seconds. Use for example 1e-6."
@@ -56,6 +69,8 @@ class Hardware:
         efficiency: Share of the peak that real contractions reach, 0 < efficiency <= 1.
         overlap: Share of the shorter of compute and communication that the longer one hides, 0 to 1.
         source: Where the numbers come from.
+        op_s: What an operation takes beside its arithmetic and traffic (launch, dispatch), >= 0.
+        measured_on: The kind of device that a calibration measured, "" for datasheet numbers.
     """
 
     name: str
@@ -68,6 +83,8 @@ class Hardware:
     overlap: float = 0.0
     source: str = ""
     dcn: Link | None = None
+    op_s: float = 0.0
+    measured_on: str = ""
 
     def __post_init__(self) -> None:
         where = f"Hardware {self.name!r}"
@@ -86,6 +103,8 @@ class Hardware:
             raise HardwareError(
                 f"{where}: overlap is {self.overlap}; it goes from 0 (nothing is hidden) to 1 (the shorter one is)."
             )
+        if not (math.isfinite(self.op_s) and self.op_s >= 0):
+            raise HardwareError(f"{where}: op_s is {self.op_s}; it is finite and >= 0 seconds. Use 0.0 if unknown.")
         for name in ("peak_flops_per_s", "links"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -103,13 +122,30 @@ class Hardware:
         """The link of a mesh axis."""
         return self.links.get(mesh_axis, self.link)
 
-    def with_links(self, links: Mapping[str, Link]) -> Hardware:
-        """The same device with other links for some mesh axes (a slow one between slices or hosts, say).
+    def with_links(self, links: Mapping[str, Link | str]) -> Hardware:
+        """The same device with other links for some mesh axes: a `Link`, or `"dcn"` for the one that leaves a slice.
 
         >>> h100.with_links({"hosts": Link(alpha_s=14e-6, bytes_per_s=5e10)}).link_for("hosts").bytes_per_s
         50000000000.0
+        >>> tpu_v5e.with_links({"data": "dcn"}).link_for("data") == tpu_v5e.dcn
+        True
+
+        Raises:
+            HardwareError: If a link is named that this device does not have.
         """
-        return replace(self, links={**self.links, **links})
+        return replace(self, links={**self.links, **{axis: self._link(axis, link) for axis, link in links.items()}})
+
+    def _link(self, axis: str, link: Link | str) -> Link:
+        if isinstance(link, Link):
+            return link
+        found = {"dcn": self.dcn, "link": self.link}.get(link)
+        if found is None:
+            raise HardwareError(
+                f"links={{{axis!r}: {link!r}}}: hardware {self.name!r} has no such link"
+                f"{' (its dcn is not known)' if link == 'dcn' else ''}. Use 'link' (inside a slice or host), 'dcn' "
+                f"(between them), or a Link(alpha_s=..., bytes_per_s=...)."
+            )
+        return found
 
     def with_far_axes(self, mesh_axes: Iterable[str]) -> Hardware:
         """The same device with `dcn` as the link of these mesh axes, but for those whose link is given."""
@@ -120,6 +156,7 @@ class Hardware:
         """As JSON; `from_json` reads it back."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields |= {"peak_flops_per_s": dict(self.peak_flops_per_s), "links": dict(self.links)}
+        fields = {name: _plain(value) for name, value in fields.items()}
         return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n"
 
     @classmethod
@@ -155,6 +192,13 @@ class Hardware:
             raise HardwareError(f"{path}: {error}") from error
 
 
+def _plain(value: Any) -> Any:
+    """Links and mappings of them as dicts."""
+    if isinstance(value, Link):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+
+
 def _check_rate(name: str, value: float, example: str) -> None:
     if not (math.isfinite(value) and value > 0):
         raise HardwareError(f"{name} is {value}; it must be finite and above 0. Use for example {example}.")
@@ -188,7 +232,7 @@ def _tpu(
         peak_flops_per_s={"bfloat16": bf16, "float16": bf16, "float32": bf16, "int8": int8, "uint8": int8},
         memory_bytes_per_s=memory_bytes_per_s,
         memory_bytes=int(gib * GIB),
-        link=Link(alpha_s=1e-6, bytes_per_s=ici_bytes_per_s),
+        link=Link(alpha_s=1e-6, bytes_per_s=ici_bytes_per_s, topology="ring"),
         efficiency=0.578,
         overlap=0.5,
         source=_TPU,

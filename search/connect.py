@@ -29,6 +29,9 @@ PATIENCE_S = 600.0
 
 LONGEST_PAUSE_S = 5.0
 
+HOPELESS = re.compile(r"authentication failed|no password supplied|database .* does not exist|role .* does not exist")
+"""What a server says that will say the same later."""
+
 FORMS = "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/database or grpc://host:port"
 
 NETWORK_FILE_SYSTEMS = re.compile(
@@ -176,6 +179,8 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
                 raise
             away_s = time.monotonic() - start
             reason = without_password(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+            if HOPELESS.search(reason):
+                raise StudyError(f"{what} refuses: {reason}. Check the user, password and database.") from None
             if away_s > patience_s:
                 raise StudyError(
                     f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is kept; "
@@ -206,6 +211,14 @@ def study_id_of(storage: BaseStorage, name: str, *, create: bool, patience_s: fl
             return storage.get_study_id_from_name(name)
 
     return patiently(find, patience_s, "the storage")
+
+
+def close_storage(storage: BaseStorage) -> None:
+    """Closes the connections of a storage, if it has any."""
+    storage.remove_session()
+    engine = getattr(getattr(storage, "_backend", storage), "engine", None)
+    if engine is not None:
+        engine.dispose()
 
 
 def study_names(storage: BaseStorage) -> list[str]:

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.search.beater import BEAT, Beater
-from autoshard.search.connect import PATIENCE_S, open_storage, patiently, study_id_of
+from autoshard.search.connect import PATIENCE_S, close_storage, open_storage, patiently, study_id_of
 from autoshard.search.machine import MachineLock
 
 log = logging.getLogger("autoshard.jobs")
@@ -51,6 +51,9 @@ POLL_S = 1.0
 
 DEATHS = 4
 """A task that this many workers died on is not tried again: it is what they died of."""
+
+CLAIM = "claim"
+"""One attribute for all of a claim: a database takes several statements for each."""
 
 PART = 60_000
 """Characters of an attribute; MySQL's TEXT holds 65,535 bytes."""
@@ -86,6 +89,33 @@ class Work:
     title: str
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who has a task, or had it.
+
+    Attributes:
+        task: The task.
+        title: The same for people.
+        owner: Host and process.
+        nonce: Tells two claims of a process apart.
+        lease_s: Without a beat for this long it is stale.
+    """
+
+    task: str
+    title: str
+    owner: str
+    nonce: str
+    lease_s: float
+
+
+def claim_of(trial: FrozenTrial) -> Claim | None:
+    """The claim that a trial is; None for a trial that is something else."""
+    try:
+        return Claim(**trial.user_attrs[CLAIM])
+    except (KeyError, TypeError):
+        return None
+
+
 @dataclass(frozen=True)
 class Board:
     """What a study's trials say: results, live claims, and how often workers died on a task; by task."""
@@ -103,10 +133,11 @@ class Board:
         titles: dict[str, str] = {}
         deaths: Counter[str] = Counter()
         for trial in trials:
-            task = trial.user_attrs.get("task")
-            if not isinstance(task, str):
+            claim = claim_of(trial)
+            if claim is None:
                 continue
-            titles.setdefault(task, str(trial.user_attrs.get("title", task)))
+            task = claim.task
+            titles.setdefault(task, claim.title)
             if trial.state == TrialState.FAIL:
                 deaths[task] += trial.user_attrs.get("ended") == "stale"
             elif trial.state.is_finished():
@@ -136,9 +167,10 @@ def record_of(trial: FrozenTrial) -> Any:
     try:
         return json.loads("".join(parts))
     except (ValueError, RecursionError) as error:
-        task = trial.user_attrs.get("task")
+        claim = claim_of(trial)
+        task = "anything" if claim is None else repr(claim.task)
         raise StudyError(
-            f"trial {trial.number} of the study has no readable record of {task!r} ({error}). "
+            f"trial {trial.number} of the study has no readable record of {task} ({error}). "
             f"Was it written by something else? Choose another --study name."
         ) from None
 
@@ -161,8 +193,8 @@ class _Watch:
         if before is None or before[0] != beat:
             self.seen[trial._trial_id] = beat, now_s
             return False
-        lease_s = trial.user_attrs.get("lease_s", LEASE_S)
-        return now_s - before[1] > (lease_s if isinstance(lease_s, int | float) else LEASE_S)
+        claim = claim_of(trial)
+        return now_s - before[1] > (LEASE_S if claim is None else claim.lease_s)
 
 
 class Tasks:
@@ -195,6 +227,7 @@ class Tasks:
         self.needs, self._lease_s, self._patience_s = tuple(needs), lease_s, patience_s
         self._where = where
         self._beater: Beater | None = None
+        self._may_beat = False
         self._watch, self._lock = _Watch(), MachineLock()
         self._waiting = False
         self.alone = where is None
@@ -210,8 +243,7 @@ class Tasks:
         self._study_id = found
 
     def __enter__(self) -> Tasks:
-        if self._where is not None:
-            self._beater = Beater(self._where, self._lease_s)
+        self._may_beat = self._where is not None
         return self
 
     def __exit__(
@@ -220,6 +252,7 @@ class Tasks:
         if self._beater is not None:
             self._beater.close()
             self._beater = None
+        close_storage(self._storage)
 
     # Reading --------------------------------------------------------------------------------------------------------
 
@@ -245,7 +278,8 @@ class Tasks:
         """
         known = self.read().results
         if name not in known:
-            attributes = {"task": name, "title": name, "owner": self.owner, **_attributes(value)}
+            claim = Claim(name, name, self.owner, uuid.uuid4().hex, self._lease_s)
+            attributes = {CLAIM: asdict(claim), **_attributes(value)}
             template = create_trial(state=TrialState.PRUNED, user_attrs=attributes)
             self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
             known = self.read().results
@@ -300,19 +334,17 @@ class Tasks:
         return True
 
     def _claim(self, task: str, title: str) -> int | None:
-        if self._beater is not None:
+        if self._may_beat and self._beater is None and self._where is not None:
+            self._beater = Beater(self._where, self._lease_s)
             self._beater.wait()
-        claim = uuid.uuid4().hex
-        attributes = {
-            "task": task, "title": title, "owner": self.owner, "claim": claim, "lease_s": self._lease_s, BEAT: 0,
-        }  # fmt: skip
-        template = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+        claim = Claim(task, title, self.owner, uuid.uuid4().hex, self._lease_s)
+        template = create_trial(state=TrialState.RUNNING, user_attrs={CLAIM: asdict(claim)})
         self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
         trials = self.trials()
-        mine = [t._trial_id for t in trials if t.user_attrs.get("claim") == claim]
+        mine = [t._trial_id for t in reversed(trials) if not t.state.is_finished() and claim_of(t) == claim]
         board = Board.of(trials)
         holder = board.claims.get(task)
-        if holder is not None and holder.user_attrs.get("claim") == claim:
+        if holder is not None and claim_of(holder) == claim:
             for double in mine:  # an answer that was lost was asked for again
                 if double != holder._trial_id:
                     self._end(double, "withdrawn")
@@ -374,10 +406,9 @@ class Tasks:
         now_s = time.monotonic()
         for trial in board.claims.values():
             if self._watch.is_stale(trial, now_s) and self._end(trial._trial_id, "stale"):
-                log.warning(
-                    "stale: %s, no beat from %s for its lease; it is free again",
-                    trial.user_attrs.get("title"), trial.user_attrs.get("owner"),
-                )  # fmt: skip
+                claim = claim_of(trial)
+                title, owner = ("?", "?") if claim is None else (claim.title, claim.owner)
+                log.warning("stale: %s, no beat from %s for its lease; it is free again", title, owner)
 
     def _wait(self, board: Board, left: Sequence[Work]) -> None:
         if not self._waiting:

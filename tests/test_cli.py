@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.search.connect import open_storage, study_names
-from autoshard.search.tasks import Tasks, record_of
+from autoshard.search.tasks import Tasks, claim_of, record_of
 
 FACTORY = """
 import jax
@@ -98,7 +98,9 @@ def compiled_seconds(log: Path) -> dict[str, list[float]]:
         return found
     for name in study_names(open_storage(str(log))):
         for trial in Tasks(str(log), name, create=False).trials():
-            task, _, key = trial.user_attrs.get("task", "").partition(" ")
+            claim = claim_of(trial)
+            assert claim is not None
+            task, _, key = claim.task.partition(" ")
             if task == "compile" and trial.state.name in ("COMPLETE", "PRUNED"):
                 (made,) = record_of(trial)["trials"]
                 found.setdefault(key, []).append(made["compiled"]["compile_s"])

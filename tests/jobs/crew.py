@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.search.beater import WITHOUT_JAX
-from autoshard.search.tasks import Board, Result, Tasks, Work
+from autoshard.search.tasks import Board, Result, Tasks, Work, claim_of
 
 ROOT = Path(__file__).parent.parent.parent
 LEASE_S = 2.0
@@ -85,8 +85,15 @@ def crew(number: int, *arguments: Any, **options: Any) -> Iterator[list[subproce
             worker.communicate()
 
 
+def task_of(trial: Any) -> str:
+    claim = claim_of(trial)
+    assert claim is not None
+    return claim.task
+
+
 def board_of(where: str, study: str = "s") -> Board:
-    return Tasks(where, study, create=False).read()
+    with Tasks(where, study, create=False) as tasks:
+        return tasks.read()
 
 
 def wait_for(condition: Any, timeout_s: float = 100.0) -> None:

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from autoshard.errors import StudyError
 from autoshard.search.beater import Beater
 from autoshard.search.tasks import DEATHS, Board, Result, Tasks, Work, record_of
-from tests.jobs.crew import LEASE_S, board_of, crew, evaluations, value_of, wait_for, works
+from tests.jobs.crew import LEASE_S, board_of, crew, evaluations, task_of, value_of, wait_for, works
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def check_complete(where: str, count: int) -> None:
     """Each task has its result, once; the best is the best; nothing is left running."""
     trials = Tasks(where, "s", create=False).trials()
     done = [t for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
-    assert sorted(t.user_attrs["task"] for t in done) == sorted(f"compile {i}" for i in range(count))
+    assert sorted(task_of(t) for t in done) == sorted(f"compile {i}" for i in range(count))
     for trial in done:
         number = record_of(trial)["number"]
-        assert trial.user_attrs["task"] == f"compile {number}"
+        assert task_of(trial) == f"compile {number}"
         assert trial.value == value_of(number)
     assert not Board.of(trials).claims
 

@@ -1,0 +1,86 @@
+"""The same tasks on a real PostgreSQL, and through Optuna's gRPC proxy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from autoshard.errors import StudyError
+from autoshard.search.connect import open_storage
+from autoshard.search.tasks import Tasks
+from tests.jobs.crew import ROOT, crew, evaluations, task_of, wait_for, works
+from tests.jobs.postgres import PASSWORD, Server
+
+
+def test_four_workers_share_a_budget_exactly(server: Server, tmp_path: Path) -> None:
+    log = tmp_path / "evaluations.log"
+    with crew(4, server.url, 24, 0.05, log, study="four") as workers:  # all make the tables in the same second
+        said = [json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers]
+    assert said == [{"tasks": 24, "best": 17}] * 4
+    assert sorted(evaluations(log)) == list(range(24))
+
+
+def test_a_server_that_restarts_is_waited_for(server: Server, tmp_path: Path) -> None:
+    log = tmp_path / "evaluations.log"
+    with crew(2, server.url, 12, 0.3, log, study="restart") as workers:
+        wait_for(lambda: len(evaluations(log)) >= 4)
+        server.stop()
+        time.sleep(3)
+        server.start()
+        said = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert [json.loads(text.splitlines()[-1])["tasks"] for text in said] == [12, 12]
+    assert any("is away" in text for text in said)
+    assert not any(PASSWORD in text for text in said)
+    with Tasks(server.url, "restart", create=False) as tasks:
+        trials = tasks.trials()
+    done = [task_of(t) for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
+    assert sorted(done) == sorted(f"compile {i}" for i in range(12))
+
+
+def test_a_wrong_password_is_an_error_at_once_and_not_shown(server: Server) -> None:
+    wrong = server.url.replace(PASSWORD, "guessed-word")
+    start_s = time.monotonic()
+    with pytest.raises(StudyError) as failure:
+        open_storage(wrong)
+    assert time.monotonic() - start_s < 30
+    assert "guessed-word" not in str(failure.value)
+    assert "password authentication failed" in str(failure.value)
+
+
+def test_workers_behind_the_grpc_proxy(server: Server, tmp_path: Path) -> None:
+    program = (
+        "import sys, optuna; "
+        "storage = optuna.storages.get_storage(sys.argv[1]); "
+        "optuna.storages.run_grpc_proxy_server(storage, host='localhost', port=int(sys.argv[2]))"
+    )
+    port = server.port + 1 if server.port < 65_000 else server.port - 1
+    url = server.url.replace("postgresql://", "postgresql+psycopg://")
+    proxy = subprocess.Popen([sys.executable, "-c", program, url, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    log = tmp_path / "evaluations.log"
+    try:
+        with crew(2, f"grpc://localhost:{port}", 8, 0.05, log, study="proxy") as workers:
+            said = [json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers]
+    finally:
+        proxy.kill()
+        proxy.wait()
+    assert [found["tasks"] for found in said] == [8, 8]
+    assert sorted(evaluations(log)) == list(range(8))
+
+
+@pytest.mark.bench
+def test_overhead_with_a_thousand_trials(server: Server, tmp_path: Path) -> None:
+    """Claim, record and bookkeeping of a task: under 50 ms with 1,000 trials in the study."""
+    for where in (f"journal:{tmp_path / 'study.log'}", server.url):
+        with Tasks(where, "many") as tasks:
+            tasks.run(works(1000, 0.0, tmp_path / "log"))
+            start_s = time.perf_counter()
+            tasks.run(works(1050, 0.0, tmp_path / "log"))
+            each_s = (time.perf_counter() - start_s) / 50
+        print(f"{where.partition(':')[0]}: {1e3 * each_s:.1f} ms a task with 1,000 trials in the study")
+        assert each_s < 0.05

@@ -1,0 +1,150 @@
+"""Whole workers on one study: the command line's own, on a journal and on PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.search.tasks import Tasks, record_of
+from tests.jobs.crew import ROOT, board_of, crew, evaluations, start, task_of, value_of
+from tests.jobs.postgres import PASSWORD, Server
+
+JOB = """
+factory = "job.py:factory"
+mesh = "data=2,model=2"
+cpu_devices = 4
+compiled = {compiled}
+measured = 0
+isolate = false
+storage = "{storage}"
+study = "mlp"
+lease_s = 5.0
+"""
+FACTORY = """
+from tests.models import mlp_args, mlp_step
+
+def factory():
+    return dict(fn=mlp_step, example_args=mlp_args(), donate_argnums=0)
+"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def autoshard(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "autoshard", *arguments],
+        cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    out, error = process.communicate(timeout=400)
+    assert process.returncode == 0, error
+    return out + error
+
+
+def job_in(folder: Path, storage: str, compiled: int) -> Path:
+    folder.mkdir()
+    (folder / "job.py").write_text(FACTORY)
+    (folder / "autoshard.toml").write_text(JOB.format(storage=storage, compiled=compiled))
+    return folder
+
+
+def compiled_keys(where: str) -> list[str]:
+    """The candidates that a study has evaluations of, as often as it has them."""
+    with Tasks(where, "mlp", create=False) as tasks:
+        done = [t for t in tasks.trials() if t.state.name in ("COMPLETE", "PRUNED")]
+        return [key for t in done for rung, _, key in [task_of(t).partition(" ")] if rung == "compile"]
+
+
+def answer(folder: Path) -> Any:
+    return json.loads((folder / "table.json").read_text())["rules"]
+
+
+def check_shared(tmp_path: Path, where: str, workers: int, compiled: int) -> str:
+    alone = job_in(tmp_path / "alone", "journal:study.log", compiled)
+    said(autoshard(alone, "search", "autoshard.toml", "--out", "table.json", "--quiet"))
+    shared = job_in(tmp_path / "shared", where, compiled)
+    start_s = time.monotonic()
+    team = [autoshard(shared, "worker", "autoshard.toml", "--log-json") for _ in range(workers)]
+    texts = [said(worker) for worker in team]
+    print(f"{workers} workers on {where.partition(':')[0]}: {time.monotonic() - start_s:.0f} s")
+    said(autoshard(shared, "search", "autoshard.toml", "--out", "table.json", "--quiet"))
+    assert answer(shared) == answer(alone)
+    keys = compiled_keys(where)
+    assert sorted(keys) == sorted(compiled_keys(f"journal:{alone / 'study.log'}"))
+    assert max(Counter(keys).values()) == 1
+    assert len(keys) == compiled
+    events = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
+    assert sum(e["event"].startswith("done: compile") for e in events) == compiled
+    return "".join(texts)
+
+
+def test_two_workers_find_what_one_finds(tmp_path: Path) -> None:
+    where = f"journal:{tmp_path / 'shared.log'}"
+    check_shared(tmp_path, where, 2, 3)
+    shown = said(autoshard(tmp_path, "status", "--storage", where))
+    assert "3 of 3 candidates evaluated" in shown
+    assert "best so far: " in shown
+    listed = json.loads(said(autoshard(tmp_path, "status", "--storage", where, "--json")))
+    assert listed["evaluated"] == listed["wanted"] == 3
+    assert not listed["running"]
+
+
+@pytest.mark.slow
+def test_four_workers_on_a_journal_find_what_one_finds(tmp_path: Path) -> None:
+    check_shared(tmp_path, f"journal:{tmp_path / 'shared.log'}", 4, 8)
+
+
+@pytest.mark.slow
+def test_four_workers_on_postgresql_find_what_one_finds(tmp_path: Path, server: Server) -> None:
+    assert PASSWORD not in check_shared(tmp_path, server.url, 4, 8)
+
+
+@pytest.mark.slow
+def test_finish_measures_once_more_and_writes_the_table(tmp_path: Path) -> None:
+    folder = job_in(tmp_path / "job", "journal:study.log", 3)
+    options = ("autoshard.toml", "--measured", "2")
+    said(autoshard(folder, "worker", *options))
+    for _ in range(2):
+        said(autoshard(folder, "finish", *options, "--out", "table.json"))
+    with Tasks(f"journal:{folder / 'study.log'}", "mlp", create=False) as tasks:
+        measured = [t for t in tasks.read().results if t.startswith("measure ")]
+    assert len(measured) == 3
+    assert answer(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["journal", "postgresql"])
+def test_soak(storage: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """200 candidates, 4 workers, one killed every few seconds: 200 recorded evaluations and the right answer."""
+    count, log, chance = 200, tmp_path / "evaluations.log", random.Random(7)
+    where = request.getfixturevalue("server").url if storage == "postgresql" else f"journal:{tmp_path / 'study.log'}"
+    kills = 0
+    with crew(4, where, count, 0.5, log, study="soak") as workers:
+        while any(worker.poll() is None for worker in workers):
+            time.sleep(chance.uniform(1.5, 4.0))
+            victim = chance.randrange(4)
+            if workers[victim].poll() is None and len(evaluations(log)) < 0.9 * count:
+                workers[victim].send_signal(chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+                workers[victim].communicate()
+                workers[victim] = start(where, count, 0.5, log, study="soak")
+                kills += 1
+        ended = [json.loads(worker.communicate()[1].splitlines()[-1]) for worker in workers]
+    print(f"{storage}: {kills} kills, {len(evaluations(log))} evaluations started")
+    assert kills >= 5
+    assert ended == [{"tasks": count, "best": 17}] * 4
+    assert len(board_of(where, "soak").results) == count
+    with Tasks(where, "soak", create=False) as tasks:
+        done = [t for t in tasks.trials() if t.state.name in ("COMPLETE", "PRUNED")]
+    assert sorted(record_of(t)["number"] for t in done) == list(range(count))
+    assert all(t.value == value_of(record_of(t)["number"]) for t in done)

@@ -1,0 +1,124 @@
+"""The fewest annotations: found, pasted into the model's source by program, and compiled without the tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.minimise import fewest, minimal_constraints
+from autoshard.sites import Site, paste
+from examples import transformer
+from tests import models
+from tests.pasted import compiled_collectives, pasted_module
+from tests.whole_models import mixture_of_experts
+
+
+@given(st.sets(st.integers(0, 39)))
+def test_fewest_finds_exactly_what_is_needed(needed: set[int]) -> None:
+    tries = []
+
+    def enough(some: Any) -> bool:
+        tries.append(some)
+        return needed <= set(some)
+
+    assert set(fewest(list(range(40)), enough)) == needed
+    assert len(tries) <= 2 + 9 * len(needed)
+
+
+def test_fewest_keeps_all_where_even_all_is_not_enough() -> None:
+    assert fewest([1, 2, 3], lambda some: False) == [1, 2, 3]
+
+
+def site(text: str, part: str) -> Site:
+    """The only occurrence of a part of a text of one line."""
+    start = text.encode().index(part.encode())
+    return Site("x.py", 1, start, 1, start + len(part.encode()))
+
+
+def test_pasting_nests_and_counts_bytes() -> None:
+    text = "y = f(\u00fc, a @ b)\n"
+    wanted = [(site(text, "a @ b"), P("x")), (site(text, "a @ b"), P()), (site(text, "a"), P(("x", "y"), None))]
+    assert paste(text, wanted).splitlines()[-1] == (
+        "y = f(\u00fc, with_sharding_constraint(with_sharding_constraint("
+        "with_sharding_constraint(a, P(('x', 'y'), None)) @ b, P('x')), P()))"
+    )
+
+
+def test_pasted_text_gets_its_imports_once_and_after_those_of_the_file() -> None:
+    text = '"""Doc."""\n\nfrom __future__ import annotations\n\nimport jax\n\ny = jax.f(a)\n'
+    once = paste(text, [(Site("x.py", 7, 4, 7, 12), P("x"))])
+    assert once.splitlines()[3:7] == [
+        "",
+        "import jax",
+        "from jax.lax import with_sharding_constraint",
+        "from jax.sharding import PartitionSpec as P",
+    ]
+    twice = paste(once, [(Site("x.py", 9, 4, 9, 12), P("y"))])
+    assert twice.count("import with_sharding_constraint") == 1
+
+
+def demo() -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    config = transformer.Config(layers=2, d_model=64, heads=4, d_ff=128, length=32, batch=16, vocabulary=64)
+    params = transformer.init_params(jax.random.key(0), config)
+    tokens = np.zeros((config.batch, config.length + 1), np.int32)
+    return transformer.train_step, (params, transformer.OPTIMIZER.init(params), tokens), (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "preset", "most"),
+    [
+        (demo, "fsdp+tp", 3),
+        (lambda: (models.mlp_step, models.mlp_args(), (0,)), "fsdp", 3),
+        (lambda: (models.mlp_step, models.mlp_args(), (0,)), "tp", 0),
+    ],
+    ids=["transformer", "mlp", "mlp needs none"],
+)
+def test_pasted_constraints_compile_to_the_collectives_of_the_plan(
+    make: Any, preset: str, most: int, mesh_4x2: Mesh, tmp_path: Path
+) -> None:
+    fn, args, donated = make()
+    plan = autoshard.apply(fn, args, mesh_4x2, preset, donate_argnums=donated)
+    minimal = plan.minimise()
+    print(minimal)
+    assert minimal.same
+    assert not minimal.unsayable
+    assert len(minimal.constraints) <= most < minimal.stated
+    module = pasted_module(minimal, Path(fn.__code__.co_filename), tmp_path)
+    found = compiled_collectives(plan, getattr(module, fn.__name__), args, donated)
+    assert found == plan.compile().evidence.collectives
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_needs_two_of_hundreds(mesh_4x2: Mesh, tmp_path: Path) -> None:
+    model = mixture_of_experts.moe_one_hot()
+    plan = autoshard.apply(model.step, model.args, mesh_4x2, "fsdp+tp", donate_argnums=model.donate)
+    minimal = plan.minimise()
+    print(minimal)
+    assert minimal.same
+    assert len(minimal.constraints) <= 4 < minimal.stated
+    module = pasted_module(minimal, Path(mixture_of_experts.__file__), tmp_path)
+    found = compiled_collectives(plan, module.moe_one_hot().step, model.args, model.donate)
+    assert found == plan.compile().evidence.collectives
+
+
+def test_a_plan_of_arguments_only_needs_nothing(mesh_4x2: Mesh) -> None:
+    plan = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", constraints="arguments")
+    assert minimal_constraints(plan) == ()
+
+
+def test_the_patch_names_the_file_and_the_line(mesh_4x2: Mesh) -> None:
+    plan = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", donate_argnums=0)
+    minimal = plan.minimise()
+    patch = minimal.patch()
+    assert "tests/models.py" in patch
+    assert "+        return ((jax.nn.gelu(with_sharding_constraint(" in patch
+    assert all(line.startswith("models.py:") for line in minimal.lines)
