@@ -92,5 +92,5 @@ def test_the_command_prints_the_classic_table(tmp_path: Path, monkeypatch: pytes
     outcome = CliRunner().invoke(app, ["memory", "model.py:factory", "--mesh", "data=8", "--cpu-devices", "8"])
     assert outcome.exit_code == 0, outcome.output
     rows = {line[:18].strip(): line[18:].split() for line in outcome.output.splitlines()[2:]}
-    assert rows["parameters"] == ["16.00", "KiB", "2.00", "KiB"]
+    assert rows["parameters"] == ["32.00", "KiB", "4.00", "KiB"], "old and new, split over 8"
     assert set(rows) == {"parameters", "gradients", "optimizer state", "activations", "other", "total"}
