@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard import cli_jobs, cli_table, cli_target
+from autoshard import cli_hardware, cli_jobs, cli_table, cli_target
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
@@ -91,7 +91,10 @@ app.command()(cli_jobs.finish)
 app.command()(cli_table.check)
 app.command()(cli_table.diff)
 app.command()(cli_table.export)
+app.command()(cli_table.report)
 app.command()(cli_target.capture_target)
+app.command()(cli_hardware.calibrate)
+app.command()(cli_hardware.memory)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

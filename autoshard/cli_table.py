@@ -15,6 +15,7 @@ from autoshard.export import FORMS
 from autoshard.export import export as export_table
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.meshes import parse_axes
+from autoshard.report_html import report_html
 from autoshard.table import SpecTable
 
 Table = Annotated[Path, typer.Argument(help="A spec table.")]
@@ -66,3 +67,14 @@ def export(
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
+
+
+def report(
+    table: Table,
+    html: Annotated[Path, typer.Option("--html", help="Where to write the page.")],
+) -> None:
+    """Writes a table as one HTML page for people: no network needed to read it."""
+    page = report_html(SpecTable.load(table))
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(page, encoding="utf-8")
+    typer.echo(f"{html}: {len(page.encode())} bytes")

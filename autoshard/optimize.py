@@ -311,7 +311,7 @@ def resolve_hardware(hardware: Hardware | str | None, mesh: MeshInfo) -> Hardwar
         return hardware
     if hardware is not None:
         if Path(hardware).suffix == ".json":
-            return Hardware.load(hardware)
+            return Hardware.load(hardware).for_devices(mesh.device_kind, hardware).with_far_axes(mesh.far_axes)
         return hardware_for(hardware).with_far_axes(mesh.far_axes)
     return hardware_for(mesh.device_kind).with_far_axes(mesh.far_axes)
 

@@ -19,6 +19,7 @@ from autoshard.in_place import InPlace
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.minimise import MinimalConstraints, minimise
+from autoshard.report_html import fragment_html
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.table import SpecTable
 from autoshard.tabulate import table_of
@@ -122,6 +123,10 @@ class Plan:
 
     def __str__(self) -> str:
         return report.plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return fragment_html(self.table)
 
     def __repr__(self) -> str:
         rules = ", ".join(map(str, self.rules)) or "replicated"

@@ -327,7 +327,7 @@ def _fit_alpha_beta(mine: Sequence[Sample], name: str) -> Link:
 
 
 def _positive(inverse_rate: float, name: str) -> float:
-    if not inverse_rate > 0:
+    if not inverse_rate > 1e-18:  # 1e18 bytes or flops a second: nothing is that fast
         raise HardwareError(
             f"calibration: {name} took the same time whatever the size, so its rate cannot be told. The machine was "
             f"too busy, or the clock too coarse; calibrate again, with more rounds."

@@ -147,6 +147,23 @@ class Hardware:
             )
         return found
 
+    def for_devices(self, device_kind: str, where: str) -> Hardware:
+        """Itself, unless a calibration measured another kind of device.
+
+        Args:
+            device_kind: What `jax.Device.device_kind` says of the devices to predict for.
+            where: The file that it came from, for the message.
+
+        Raises:
+            HardwareError: If it was measured on others.
+        """
+        if self.measured_on and self.measured_on != device_kind:
+            raise HardwareError(
+                f"hardware={where!r} was calibrated on {self.measured_on!r} devices; this mesh has {device_kind!r}. "
+                f"Calibrate again there (autoshard calibrate --out FILE), or name a preset: {', '.join(PRESETS)}."
+            )
+        return self
+
     def with_far_axes(self, mesh_axes: Iterable[str]) -> Hardware:
         """The same device with `dcn` as the link of these mesh axes, but for those whose link is given."""
         dcn = self.dcn

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import autoshard
 from autoshard import Effort
 
@@ -40,3 +42,23 @@ def test_the_demo_applies_fsdp_at_a_third_of_the_bytes_and_half_of_the_temporari
     )
     assert inside.collective_bytes * 3 <= outside.collective_bytes
     assert inside.temp_bytes * 2 <= outside.temp_bytes
+
+
+SMALL = {
+    "nnx_llama": "P('data', 'model')",
+    "equinox_mlp": "yes (outputs equal those of the unsharded function",
+    "logical_rules": "'up': P(",
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_examples_run_and_stay_small(name: str, tmp_path: Path) -> None:
+    file = ROOT / "examples" / f"{name}.py"
+    assert len(file.read_text().splitlines()) < 60
+    found = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert SMALL[name] in found.stdout

@@ -109,6 +109,21 @@ def test_only_the_evidence_holds_dates_and_versions(table: SpecTable) -> None:
     assert one["evidence"] != other["evidence"]
 
 
+def test_two_searches_with_one_seed_give_the_same_bytes_but_for_the_evidence() -> None:
+    texts = [
+        autoshard.optimize(
+            decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1), seed=3, progress=False,
+            effort=autoshard.Effort(compiled=2, measured=0),
+        ).table.dumps()
+        for _ in range(2)
+    ]  # fmt: skip
+    halves = [text.partition('  "evidence": {')[0] for text in texts]
+    assert halves[0] == halves[1]
+    assert '"rules"' in halves[0]
+    assert '"inside"' in halves[0]
+    assert all('"when": "20' in text for text in texts)
+
+
 # Compressed ---------------------------------------------------------------------------------------------------------
 
 LAYERS = 32

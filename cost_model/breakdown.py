@@ -1,0 +1,103 @@
+"""What a device's memory is for at the peak: parameters, gradients, optimizer state, activations, other.
+
+Told from the data flow, never from names. Parameters and optimizer state are the argument leaves of these groups, what
+they become, and what is computed from them alone (casts). A gradient has the logical axes of a parameter (or of one
+layer of a stacked one), in whatever order, and depends on the data. Everything else that depends on the data is an
+activation; the rest, the data themselves, and what a layout gathers or leaves pending, is other.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.cost_model.backend import ACCELERATOR, Backend
+from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.memory import memory_table
+from autoshard.cost_model.predict import Predictor
+from autoshard.groups import Group
+from autoshard.layout import Layout, Problem, shard_count
+from autoshard.program import Value
+
+
+class Purpose(enum.Enum):
+    """What a value is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"
+    OTHER = "other"
+
+
+def purposes(problem: Problem) -> tuple[Purpose, ...]:
+    """The purpose of each value, by `Value.index`."""
+    program, axes, groups = problem.program, problem.roles.axes, problem.groups
+    of_input = dict(zip((v.index for v in program.body.inputs), groups.of_input, strict=True))
+    on_data = _reached(problem, {i for i, group in of_input.items() if group is Group.DATA})
+    shapes = {
+        tuple(sorted(zip(axes.of_value[v.index][cut:], v.shape[cut:], strict=True)))
+        for v in program.body.inputs
+        if of_input[v.index] is Group.PARAMETER
+        for cut in range(min(2, len(v.shape)))
+    }
+    outputs = {v.index for v in program.body.outputs}
+
+    def purpose(value: Value) -> Purpose:
+        group = of_input.get(value.index)
+        if group is not None:
+            return {Group.PARAMETER: Purpose.PARAMETERS, Group.OPTIMIZER: Purpose.OPTIMIZER}.get(group, Purpose.OTHER)
+        if value.index in groups.optimizer_values:
+            return Purpose.OPTIMIZER
+        like = bool(value.shape) and tuple(sorted(zip(axes.of_value[value.index], value.shape, strict=True))) in shapes
+        if like and (value.index in outputs or value.index not in on_data):
+            return Purpose.PARAMETERS
+        if value.index not in on_data:
+            return Purpose.OTHER
+        return Purpose.GRADIENTS if like else Purpose.ACTIVATIONS
+
+    return tuple(map(purpose, program.values))
+
+
+def _reached(problem: Problem, start: set[int]) -> set[int]:
+    """Values that depend on any of these (forwards over the program, to a fixed point)."""
+    reached, size = set(start), -1
+    while size != len(reached):
+        size = len(reached)
+        for eqn in problem.program.eqns:
+            reached |= {tie.target.index for tie in eqn.ties if tie.source.index in reached}
+            if not eqn.bodies and any(v.index in reached for v in eqn.inputs):
+                reached |= {v.index for v in eqn.outputs}
+    return reached
+
+
+def breakdown(
+    layout: Layout, hardware: Hardware, donated: Sequence[bool], backend: Backend = ACCELERATOR
+) -> Mapping[Purpose, int]:
+    """Bytes per device at the peak, by purpose; they sum to the predicted peak.
+
+    Args:
+        layout: The layout.
+        hardware: Whatever it is predicted for; memory does not depend on it.
+        donated: For each argument leaf, whether it is donated.
+        backend: What fuses, and in which order things run.
+    """
+    problem = layout.problem
+    whole = Predictor(problem, hardware, donated, backend).predict(layout).peak_bytes
+    number: dict[tuple[Purpose, int], int] = {}
+    columns = [
+        number.setdefault((purpose, shard_count(layout.fit(value).spec, problem.mesh_axes)), len(number))
+        for value, purpose in zip(problem.program.values, purposes(problem), strict=True)
+    ]
+    table = memory_table(problem.program, donated, len(number), lambda v: columns[v.index], backend)
+    share = np.array([1.0 / pieces for _, pieces in number])
+    held = table.alive_bytes * share
+    found = dict.fromkeys(Purpose, 0)
+    if len(held):
+        at_peak = held[held.sum(axis=1).argmax()]
+        for (purpose, _), count in zip(number, at_peak.tolist(), strict=True):
+            found[purpose] += round(count)
+    found[Purpose.OTHER] += max(0, whole - sum(found.values()))  # gathered copies, partial sums
+    return found

@@ -1,0 +1,96 @@
+"""What memory is for at the peak: the formula of the textbooks, and that the parts are the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.cli import app
+from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
+from autoshard.cost_model.breakdown import Purpose, breakdown
+from autoshard.cost_model.hardware import h100
+from autoshard.cost_model.predict import Predictor
+from tests.stages import array, layout_of, mesh_of, prepared
+
+SIDE, BATCH = 512, 8
+COUNT = 3 * SIDE * SIDE
+P = COUNT  # bytes are counted in units of one byte a parameter
+NAMES = ("w1", "w2", "w3")
+
+
+def adam_step(params: Any, first: Any, second: Any, x: jax.Array) -> Any:
+    """Parameters, gradients and both moments in two bytes."""
+
+    def loss(p: Any) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ p["w1"]) @ p["w2"]) @ p["w3"]).astype(jnp.float32)
+
+    grads = jax.grad(loss)(params)
+    scale = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)) ** -0.5
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # a norm over all: every gradient is alive
+    first = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, first, grads)
+    second = jax.tree.map(lambda v, g: v * 0.99 + g * g * 0.01, second, grads)
+    return jax.tree.map(lambda p, m, v: p - m * jax.lax.rsqrt(v + 1e-4), params, first, second), first, second
+
+
+def parts(*rules: str, backend: Backend = ACCELERATOR) -> Mapping[Purpose, int]:
+    params = {name: array(SIDE, SIDE, dtype=jnp.bfloat16) for name in NAMES}
+    args = (params, params, params, array(BATCH, SIDE, dtype=jnp.bfloat16))
+    made = prepared(adam_step, args, mesh_of(data=4), donate_argnums=(0, 1, 2))
+    layout, donated = layout_of(made, *rules), made.traced.call.donated
+    found = breakdown(layout, h100, donated, backend)
+    whole = Predictor(made.problem, h100, donated, backend).predict(layout).peak_bytes
+    assert sum(found.values()) == pytest.approx(whole, abs=8)
+    return found
+
+
+FSDP = ("x.0->data", "w1.0->data", "w1.1->data", "w2.1->data")
+
+
+def test_one_device_holds_2p_of_parameters_2p_of_gradients_and_4p_of_moments() -> None:
+    found = parts()
+    assert found[Purpose.PARAMETERS] == 2 * P
+    assert found[Purpose.OPTIMIZER] == pytest.approx(4 * P, abs=2 * SIDE * SIDE)  # one new moment beside its old self
+    assert 2 * P <= found[Purpose.GRADIENTS] <= 2 * P + 2 * SIDE * SIDE
+    activations = found[Purpose.ACTIVATIONS] + found[Purpose.OTHER]
+    assert activations <= 0.05 * P
+    assert sum(found.values()) == pytest.approx(2 * P + 2 * P + 4 * P + activations, abs=4 * SIDE * SIDE)
+
+
+def test_fully_sharded_over_4_holds_a_quarter_of_that() -> None:
+    one, each = parts(), parts(*FSDP)
+    for purpose in (Purpose.PARAMETERS, Purpose.OPTIMIZER, Purpose.GRADIENTS):
+        assert each[purpose] == pytest.approx(one[purpose] / 4, abs=SIDE * SIDE), purpose
+
+
+def test_data_parallelism_splits_activations_only() -> None:
+    one, each = parts(), parts("x.0->data")
+    assert each[Purpose.PARAMETERS] == one[Purpose.PARAMETERS]
+    assert each[Purpose.OPTIMIZER] == pytest.approx(one[Purpose.OPTIMIZER], abs=2 * SIDE * SIDE)
+
+
+@pytest.mark.parametrize("backend", [CPU, ACCELERATOR])
+def test_the_parts_are_the_whole(backend: Backend) -> None:
+    for rules in ((), ("x.0->data",), FSDP):
+        assert all(count >= 0 for count in parts(*rules, backend=backend).values())
+
+
+def test_the_command_prints_the_classic_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(w, x):\n"
+        "    return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)\n"
+        "def factory():\n"
+        "    return {'fn': step, 'example_args': (jnp.ones((64, 64)), jnp.ones((32, 64))), 'donate_argnums': 0}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, ["memory", "model.py:factory", "--mesh", "data=8", "--cpu-devices", "8"])
+    assert outcome.exit_code == 0, outcome.output
+    rows = {line[:18].strip(): line[18:].split() for line in outcome.output.splitlines()[2:]}
+    assert rows["parameters"] == ["32.00", "KiB", "4.00", "KiB"], "old and new, split over 8"
+    assert set(rows) == {"parameters", "gradients", "optimizer state", "activations", "other", "total"}
