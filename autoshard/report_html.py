@@ -301,12 +301,14 @@ def _leaf_table(leaves: dict[str, Leaf], row_class: str) -> str:
         rows.append(
             [
                 f"<code>{_safe(path)}</code>{where}",
-                f"<code>{_safe(leaf.dtype)}{leaf.shape}</code>",
                 f"<code>{_safe(spec_text(leaf.spec))}</code>",
+                f"<code>{_safe(leaf.dtype)}{leaf.shape}</code>",
                 f'<span class="soft">{_safe(roles)}</span>',
             ]
         )
-    return _table(["leaf", "array", "spec", "roles of its dimensions"], rows, classes=[row_class] * len(rows), keep={2})
+    return _table(
+        ["leaf", "spec", "array", "roles of its dimensions"], rows, classes=[row_class] * len(rows), keep={1, 2, 3}
+    )
 
 
 def _constraints(table: SpecTable) -> str:
