@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-targets check suite bench fmt clean
+.PHONY: help install demo test test-all test-targets check suite bench bench-accuracy fmt clean
 
 help:
-	@echo "make demo | test | test-all | test-targets | check | suite | bench | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
+	@echo "make demo | test | test-all | test-targets | check | suite | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: autoshard needs 3.11 or newer; set PYTHON=...")'
@@ -50,6 +50,10 @@ test-targets:
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest -m bench -s $(ARGS)
+
+# Hours on 2 cores when everything is compiled anew; the cache makes it resumable. ARGS="--models gpt2 --meshes 4x2".
+bench-accuracy: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.accuracy --cache accuracy-cache.jsonl --out accuracy.json $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

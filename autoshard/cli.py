@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard import cli_hardware, cli_jobs, cli_table, cli_target
+from autoshard import cli_doctor, cli_hardware, cli_jobs, cli_table, cli_target
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
@@ -88,6 +88,7 @@ def show(
 app.command()(cli_jobs.worker)
 app.command()(cli_jobs.status)
 app.command()(cli_jobs.finish)
+app.command()(cli_doctor.doctor)
 app.command()(cli_table.check)
 app.command()(cli_table.diff)
 app.command()(cli_table.export)

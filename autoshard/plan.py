@@ -124,6 +124,10 @@ class Plan:
     def __str__(self) -> str:
         return report.plan_text(self)
 
+    def records(self) -> list[dict[str, Any]]:
+        """The candidates as plain dicts, for a data frame or JSON: prediction, evidence, reason."""
+        return [trial.to_dict() for trial in self.trials]
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return fragment_html(self.table)

@@ -82,7 +82,9 @@ def crew(number: int, *arguments: Any, **options: Any) -> Iterator[list[subproce
     finally:
         for worker in workers:
             worker.kill()
-            worker.communicate()
+            worker.wait()
+            if worker.stderr is not None:
+                worker.stderr.close()
 
 
 def task_of(trial: Any) -> str:
