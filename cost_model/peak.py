@@ -146,6 +146,8 @@ def _vertices(rows: NDArray[np.float64], work: Array) -> Array:
     earlier and later) is never the only maximum: along a sequence that is convex the ends are. Surroundings only guide
     where to look; what is dropped is dropped by the inequality.
     """
+    if not len(rows):
+        return np.zeros(0, dtype=np.int64)
     padded = np.concatenate([np.full(WINDOW, -2), work, np.full(WINDOW, -3)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * WINDOW + 1)
     _, like = np.unique(windows, axis=0, return_inverse=True)

@@ -90,8 +90,8 @@ def schedule(body: Body, backend: Backend) -> Schedule:
         if makes or eqn.primitive not in fusible:
             nodes.append(Node(eqn, tuple(reads), makes))
             fused |= dict.fromkeys(inside, eqn.index)
-        again = backend.instruction_fusion and eqn.primitive not in EXPENSIVE and _at_most_unary(eqn, spread_out)
-        if eqn.primitive in fusible and (again or not makes):
+        again = backend.instruction_fusion and eqn.primitive not in EXPENSIVE
+        if eqn.primitive in fusible and (not makes or (again and _at_most_unary(eqn, spread_out))):
             behind |= dict.fromkeys(eqn.outputs, reads)
             through |= {value: [*dict.fromkeys(inside), eqn.index] for value in eqn.outputs}
         if eqn.primitive in ("broadcast_in_dim", "iota"):
