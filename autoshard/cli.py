@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard import cli_doctor, cli_hardware, cli_jobs, cli_table, cli_target
+from autoshard import cli_doctor, cli_explain, cli_hardware, cli_jobs, cli_table, cli_target
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
@@ -60,6 +60,7 @@ def search(
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    explained: Annotated[bool, typer.Option("--explain", help="Say what moves, what is stored, and why.")] = False,
 ) -> None:
     """Searches, and prints the plan."""
     job = read_job(
@@ -73,6 +74,8 @@ def search(
     )  # fmt: skip
     plan = cli_jobs.with_job(job, progress=not quiet)
     print(json.dumps(plan_json(plan), indent=1) if as_json else str(plan))
+    if explained and not as_json:
+        print(f"\n{plan.explain(hardware=hardware)}")
 
 
 @app.command()
@@ -89,6 +92,7 @@ app.command()(cli_jobs.worker)
 app.command()(cli_jobs.status)
 app.command()(cli_jobs.finish)
 app.command()(cli_doctor.doctor)
+app.command()(cli_explain.explain)
 app.command()(cli_table.check)
 app.command()(cli_table.diff)
 app.command()(cli_table.export)

@@ -54,7 +54,7 @@ _REMAT = "Involuntary full rematerialization"
 
 
 def read_collectives(
-    text: str, mesh_axes: Mapping[str, int], device_ids: NDArray[np.int64] | None = None
+    text: str, mesh_axes: Mapping[str, int], device_ids: NDArray[np.int64] | None = None, *, by_operand: bool = False
 ) -> tuple[CollectiveOp, ...]:
     """Reads the collectives of a compiled program.
 
@@ -62,12 +62,14 @@ def read_collectives(
         text: `compiled.as_text()`.
         mesh_axes: Name and size of every mesh axis, in mesh order.
         device_ids: Partition ids laid out as the mesh; None is row-major, which is what `jit` uses for a mesh.
+        by_operand: One entry per operand: the compiler combines collectives of many values into one, which carries the
+            source line of one of them; here each has the line of the instruction that made it.
 
     Returns:
         One entry per collective instruction and call site, in program order.
     """
     program = parse_program(text)
-    return _Reader(program, MeshCoordinates(mesh_axes, device_ids)).read(program.entry)
+    return _Reader(program, MeshCoordinates(mesh_axes, device_ids), by_operand).read(program.entry)
 
 
 def read_full_remat_warnings(stderr_text: str) -> int:
@@ -90,8 +92,9 @@ class _Site:
 
 
 class _Reader:
-    def __init__(self, program: HloProgram, mesh: MeshCoordinates) -> None:
+    def __init__(self, program: HloProgram, mesh: MeshCoordinates, by_operand: bool) -> None:
         self._program = program
+        self._split_by_operand = by_operand
         self._mesh = mesh
         self._read: dict[str, tuple[CollectiveOp, ...]] = {}
         self._spans: dict[str, tuple[tuple[str, ...], int]] = {}
@@ -110,7 +113,9 @@ class _Reader:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _KINDS:
             op = self._collective(computation, instruction, _KINDS[opcode])
-            return (op,) if op is not None else ()
+            if op is None or not self._split_by_operand:
+                return (op,) if op is not None else ()
+            return self._by_operand(computation, instruction, op)
         called = instruction.called()
         if opcode == "while":
             trips, known = trip_count(self._program, computation, instruction)
@@ -148,6 +153,45 @@ class _Reader:
             source=self._program.source(instruction),
             op_name=instruction.metadata("op_name"),
         )
+
+    def _by_operand(
+        self, computation: Computation, instruction: Instruction, op: CollectiveOp
+    ) -> tuple[CollectiveOp, ...]:
+        """The same collective as one of each operand, with the operand's bytes and source line."""
+        shapes, operands = tuple_elements(_result_shape(instruction)), instruction.operands
+        if len(shapes) != len(operands) or len(operands) < 2:
+            made = () if op.source or not operands else self._maker(computation, operands[0])
+            return (replace(op, source=made[0], op_name=made[1]) if made else op,)
+        whole = sum(map(shape_bytes, shapes))
+        parts = []
+        for shape, operand in zip(shapes, operands, strict=True):
+            full = op.full_bytes * shape_bytes(shape) // max(whole, 1)
+            source, op_name = self._maker(computation, operand) or (op.source, op.op_name)
+            sent = ring_bytes(op.kind, full, op.group_size)
+            parts.append(
+                replace(
+                    op, full_bytes=full, sent_bytes=sent, shape=without_layout(shape), source=source, op_name=op_name
+                )
+            )
+        return tuple(parts)
+
+    def _maker(self, computation: Computation, name: str) -> tuple[str, str] | tuple[()]:
+        """Source line and name stack of what made a value, through copies and fusions; () where nothing says it."""
+        for _ in range(32):
+            instruction = computation.instructions.get(name)
+            if instruction is None:
+                return ()
+            if source := self._program.source(instruction):
+                return source, instruction.metadata("op_name")
+            called = [c for names in instruction.called().values() for c in names if c in self._program.computations]
+            root = self._program.computations[called[0]].root if called else None
+            if root is not None:
+                computation, name = self._program.computations[called[0]], root.name
+            elif instruction.operands:
+                name = instruction.operands[0]
+            else:
+                return ()
+        return ()
 
     def _span(self, instruction: Instruction) -> tuple[tuple[str, ...], int]:
         """Mesh axes and group size."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -14,7 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import report, start
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.constrain import PlacedConstraint, constraints_for, placed
+from autoshard.cost_model.hardware import Hardware
 from autoshard.errors import ArgumentError, PathError, TargetError
+from autoshard.explain import Explanation, LeafExplanation, WhatIf, explain, explain_leaf, what_if
 from autoshard.in_place import InPlace
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
@@ -159,6 +162,37 @@ class Plan:
         """
         compiled = None if self.mesh.target is not None else self.compile
         return minimise(self.traced, self.layout, self.mesh, compiled, self.compiler_options)
+
+    @overload
+    def explain(self, leaf: None = None, *, hardware: Hardware | str | None = None) -> Explanation: ...
+
+    @overload
+    def explain(self, leaf: str, *, hardware: Hardware | str | None = None) -> LeafExplanation: ...
+
+    def explain(
+        self, leaf: str | None = None, *, hardware: Hardware | str | None = None
+    ) -> Explanation | LeafExplanation:
+        """What the plan moves, from which source line and rule, what each device stores, and why no preset is better.
+
+        Args:
+            leaf: A leaf path: explains its spec instead, and what each other one would cost.
+            hardware: What seconds are predicted for, a preset or file; by default the mesh's devices.
+
+        Raises:
+            PathError: If there is no such leaf.
+        """
+        return explain(self, hardware) if leaf is None else explain_leaf(self, leaf, hardware)
+
+    def what_if(
+        self, pins: Mapping[str | re.Pattern[str], PartitionSpec], *, hardware: Hardware | str | None = None
+    ) -> WhatIf:
+        """Predicts the plan with other pins; `.compile()` of the answer asks the compiler.
+
+        Raises:
+            PathError: If a pin names no leaf.
+            SpecError: If a spec does not fit its leaf.
+        """
+        return what_if(self, pins, hardware)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are consumed."""
