@@ -14,7 +14,7 @@ from autoshard import cli_doctor, cli_explain, cli_hardware, cli_jobs, cli_table
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
-from autoshard.report import table_text
+from autoshard.report import printable, table_text
 from autoshard.table import SpecTable
 
 app = typer.Typer(
@@ -140,7 +140,7 @@ def main() -> None:
 def _fail(error: AutoshardError, code: int, debug: bool) -> None:
     if debug:
         raise error
-    print(f"autoshard: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"autoshard: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     sys.exit(code)
 
 
