@@ -17,11 +17,12 @@ from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_b
 from autoshard.constrain import PlacedConstraint, constraints_for, placed
 from autoshard.cost_model.hardware import Hardware
 from autoshard.errors import ArgumentError, PathError, TargetError
-from autoshard.explain import Explanation, LeafExplanation, WhatIf, explain, explain_leaf, what_if
+from autoshard.explain import Explanation, explain
 from autoshard.in_place import InPlace
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.minimise import MinimalConstraints, minimise
+from autoshard.otherwise import LeafExplanation, WhatIf, explain_leaf, what_if
 from autoshard.report_html import fragment_html
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.table import SpecTable

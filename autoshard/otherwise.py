@@ -1,0 +1,196 @@
+"""What a plan would cost otherwise: with other pins, or with another spec of one leaf. Predicted, compiled if asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import PartitionSpec
+from rich.table import Table
+
+from autoshard.compile import Compiled, build, compile_built
+from autoshard.cost_model.backend import backend_for
+from autoshard.cost_model.hardware import Hardware, hardware_for
+from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.dims import NO_AXIS
+from autoshard.errors import PathError
+from autoshard.layout import AxisRule, Layout, Problem, Spec, shard_count, to_partition_spec
+from autoshard.pins import resolve_pins
+from autoshard.program import Value
+from autoshard.report import bytes_text, render, seconds_text
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
+
+MOST_ALTERNATIVES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """A plan with other pins, predicted; `compile()` asks the compiler.
+
+    Attributes:
+        pins: What is pinned.
+        layout: The plan's rules with these pins.
+        before: Prediction of the plan.
+        after: Prediction with the pins.
+    """
+
+    plan: Plan
+    pins: Mapping[Any, PartitionSpec]
+    layout: Layout
+    before: Prediction
+    after: Prediction
+
+    def compile(self) -> Compiled:
+        """Compiles the plan with these pins."""
+        built = build(self.plan.traced, self.layout, self.plan.mesh)
+        return compile_built(built, self.plan.mesh, compiler_options=self.plan.compiler_options)
+
+    def __str__(self) -> str:
+        return f"{_against(self.after, self.before)} (predicted)"
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One spec that a leaf could have, its optimizer state with it: predicted for the whole step."""
+
+    spec: PartitionSpec
+    prediction: Prediction
+
+
+@dataclass(frozen=True, eq=False)
+class LeafExplanation:
+    """A leaf's spec and its runners-up.
+
+    Attributes:
+        path: Leaf path.
+        chosen: Its spec and the plan's prediction.
+        rules: The rules that split it.
+        others: Other specs, fastest first.
+    """
+
+    path: str
+    chosen: Alternative
+    rules: tuple[str, ...]
+    others: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        why = ", ".join(self.rules) or "no rule splits it"
+        table = Table(title=f"{self.path}: {self.chosen.spec} ({why})", title_justify="left")
+        for name in ("spec", "predicted step", "peak", "bytes sent", "against the plan"):
+            table.add_column(name, no_wrap=True)
+        for other in (self.chosen, *self.others):
+            p = other.prediction
+            against = "the plan" if other is self.chosen else _against(p, self.chosen.prediction)
+            table.add_row(
+                str(other.spec),
+                seconds_text(p.time_s),
+                bytes_text(p.peak_bytes),
+                bytes_text(p.collective_bytes),
+                against,
+            )
+        return render(table).rstrip()
+
+
+def what_if(plan: Plan, pins: Mapping[Any, PartitionSpec], hardware: Hardware | str | None = None) -> WhatIf:
+    """Predicts a plan with other pins: its rules stay, the pinned leaves (and what they are carried in) change.
+
+    Args:
+        plan: The plan.
+        pins: As for `optimize`: leaf path or compiled pattern to PartitionSpec.
+        hardware: As for `explain`.
+
+    Raises:
+        PathError: If a path names no leaf.
+        SpecError: If a spec does not fit its leaf.
+    """
+    problem = plan.layout.problem
+    found = resolve_pins(pins, plan.traced.program, problem.mesh_axes, plan.carry)
+    layout = _pinned(plan, found)
+    before = predictor_for(plan, hardware).predict(plan.layout)
+    return WhatIf(plan, pins, layout, before, predictor_for(plan, hardware, layout.problem).predict(layout))
+
+
+def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) -> LeafExplanation:
+    """The spec of an argument leaf, and what every other one would cost; optimizer state of the leaf goes with it.
+
+    Raises:
+        PathError: If there is no such leaf.
+    """
+    program, layout = plan.traced.program, plan.layout
+    if path not in program.input_paths:
+        raise PathError(
+            f"explain({path!r}): no such argument leaf. There are {', '.join(program.input_paths[:8])}"
+            f"{', ...' if len(program.input_paths) > 8 else ''}."
+        )
+    value = program.body.inputs[program.input_paths.index(path)]
+    own = layout.fit(value).spec
+    now = Alternative(to_partition_spec(own), predictor_for(plan, hardware).predict(layout))
+    others = []
+    for spec in itertools.islice(_specs(value, layout.problem.mesh_axes), MOST_ALTERNATIVES):
+        if spec != own:
+            other = _pinned(plan, {v.index: spec for v in _alike(plan, value)})
+            prediction = predictor_for(plan, hardware, other.problem).predict(other)
+            others.append(Alternative(to_partition_spec(spec), prediction))
+    others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
+    roles = {role for role in layout.problem.roles.of_value[value.index] if role != NO_AXIS}
+    used = {axis for axes in own for axis in axes}
+    rules = tuple(str(r) for r in layout.rules if r.mesh_axis in used and role_of(layout, r) in roles)
+    return LeafExplanation(path, now, rules, tuple(others))
+
+
+def predictor_for(plan: Plan, hardware: Hardware | str | None, problem: Problem | None = None) -> Predictor:
+    """A predictor of a plan's problem, or of one with other pins; for the mesh's devices where none are named."""
+    if isinstance(hardware, str):
+        hardware = Hardware.load(hardware) if hardware.endswith(".json") else hardware_for(hardware)
+    machine = hardware or hardware_for(plan.mesh.device_kind)
+    return Predictor(problem or plan.layout.problem, machine, plan.traced.call.donated, backend_for(plan.mesh.platform))
+
+
+def _pinned(plan: Plan, pins: Mapping[int, Spec]) -> Layout:
+    problem = plan.layout.problem
+    return replace(plan.layout, problem=replace(problem, pins={**problem.pins, **pins}))
+
+
+def _alike(plan: Plan, value: Value) -> Iterator[Value]:
+    """A leaf, the optimizer state of the same shape and axes, and the outputs that they are carried in."""
+    program, axes = plan.traced.program, plan.layout.problem.roles.axes
+    inside = plan.layout.problem.groups.optimizer_values
+    key = value.shape, axes.of_value[value.index]
+    state = {v.index for v in program.body.inputs if v.index in inside and (v.shape, axes.of_value[v.index]) == key}
+    alike = state | {value.index}
+    yield from (program.values[i] for i in sorted(alike))
+    yield from (program.body.outputs[out] for leaf, out in plan.carry if program.body.inputs[leaf].index in alike)
+
+
+def _specs(value: Value, mesh_axes: Mapping[str, int]) -> Iterator[Spec]:
+    """Every spec that puts each mesh axis on one dimension or on none, where they divide."""
+    names = [name for name, size in mesh_axes.items() if size > 1]
+    for places in itertools.product(range(-1, len(value.shape)), repeat=len(names)):
+        spec = tuple(
+            tuple(n for n, place in zip(names, places, strict=True) if place == d) for d in range(len(value.shape))
+        )
+        if all(size % shard_count((axes,), mesh_axes) == 0 for size, axes in zip(value.shape, spec, strict=True)):
+            yield spec
+
+
+def role_of(layout: Layout, rule: AxisRule) -> int:
+    """Index of a rule's role; of one that the program does not have, a number that no role has."""
+    role = layout.problem.roles.by_name(rule.role)
+    return NO_AXIS - 1 if role is None else role.index
+
+
+def _against(after: Prediction, before: Prediction) -> str:
+    def change(new: float, old: float, text: Any) -> str:
+        if not old:
+            return text(new) if new else "the same"
+        return "the same" if abs(new - old) < 5e-4 * old else f"{100 * (new / old - 1):+.1f} %"
+
+    return (
+        f"time {change(after.time_s, before.time_s, seconds_text)}, "
+        f"peak {change(after.peak_bytes, before.peak_bytes, bytes_text)}, "
+        f"sent {change(after.collective_bytes, before.collective_bytes, bytes_text)}"
+    )
