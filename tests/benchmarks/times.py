@@ -80,10 +80,10 @@ def main() -> None:
             hardware = hardware or calibrate(made.made.request.mesh.auto, dtypes=("float32",)).hardware
             one = times_of(made, hardware, chosen.layouts)
             found.append(one)
-            fit, preset = one["calibrated"], one["preset"]
+            fit, preset, noise = one["calibrated"], one["preset"], one["rank_of_two_repetitions"]
             print(
                 f"{model} {mesh}: {len(one['names'])} layouts, rank {fit['rank']:.2f} (preset {preset['rank']:.2f}, "
-                f"two repetitions {one['rank_of_two_repetitions']:.2f}), median |log error| {fit['median_log_error']:.2f} "
+                f"two repetitions {noise:.2f}), median |log error| {fit['median_log_error']:.2f} "
                 f"(preset {preset['median_log_error']:.2f}), best of predicted {BEST}: "
                 f"{fit['best_of_predicted_3']:.2f} of the best",
                 flush=True,
