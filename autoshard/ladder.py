@@ -33,7 +33,7 @@ class Effort:
     compiled: int = 12
     measured: int = 4
     seconds: float | None = None
-    full: int = 4
+    full: int = 6
     partitioned: int | None = None
 
     @property
