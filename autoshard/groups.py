@@ -2,19 +2,26 @@
 
 A leaf that comes back as an output one step later is state. State whose value reaches a contraction, gather or
 convolution through anything but its own update is a parameter; state that only feeds elementwise updates (momentum,
-variance, counts) is optimizer state. Where nothing comes back (a forward pass), or only what has the batch axis (the
-cache of a decode step), the leaves without the batch axis are the parameters.
+variance, counts) is optimizer state. Where nothing comes back (a forward pass, a gradient), or only what has the batch
+axis (the cache of a decode step), the leaves without the batch axis are the parameters. What does not come back but is
+contracted as it was given, and has no batch axis, is a frozen parameter, and so are the leaves beside it in its
+argument that have none either (biases, scales).
+
+The batch is the axis of most bytes that comes first in every leaf that brings it. It is nothing that a weight has: no
+axis that an anchor takes over from a leaf as it was given, beside what was computed, nor one that it contracts of two
+such leaves; unless most anchors have it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import NO_AXIS, LogicalAxes
-from autoshard.program import Value
+from autoshard.program import Eqn, Value
 
 ANCHORS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot", "ragged_dot_general"})
 
@@ -49,41 +56,157 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
         state: Pairs (input leaf, output leaf) that are the same array one step later.
     """
     carried = {source for source, _ in state}
-    inputs = axes.program.body.inputs
-    batch = _batch_axis(axes)
-    state_axes = [axes.of_value[inputs[leaf].index] for leaf in carried if inputs[leaf].shape]
-    data_axes = [axes.of_value[v.index] for leaf, v in enumerate(inputs) if leaf not in carried]
-    brought = [dims for dims in data_axes if batch in dims]
-    # A batch leads the data (or, brought by none, all state): the classes of a linear model are in its labels too.
-    leads = any(d[0] == batch for d in brought) if brought else all(d[0] == batch for d in state_axes)
-    if state_axes and not (leads and all(batch in dims for dims in state_axes)):
+    program = axes.program
+    inputs = program.body.inputs
+    given = _given(axes)
+    batch = _batch_axis(axes, carried, given)
+    dims_of = [axes.of_value[v.index] for v in inputs]
+    state_axes = [dims_of[leaf] for leaf in carried if inputs[leaf].shape]
+    brought = any(batch in dims for leaf, dims in enumerate(dims_of) if leaf not in carried and batch is not None)
+    frozen = _beside(program.input_argnums, _contracted(axes, given, batch if brought else None, carried))
+
+    def fixed(leaf: int) -> Group:
+        able = any(axis != NO_AXIS for axis in dims_of[leaf]) and batch not in dims_of[leaf]
+        return Group.PARAMETER if able and (leaf in frozen or told_by_batch) else Group.DATA
+
+    told_by_batch = False
+    if state_axes and not (batch is not None and all(batch in dims for dims in state_axes)):
         anchored = _reaches_anchor(axes)
         kept = {True: Group.PARAMETER, False: Group.OPTIMIZER}
-        of_input = [kept[v.index in anchored] if leaf in carried else Group.DATA for leaf, v in enumerate(inputs)]
+        of_input = [kept[v.index in anchored] if leaf in carried else fixed(leaf) for leaf, v in enumerate(inputs)]
     else:
-        of_input = [
-            Group.DATA if batch is None or batch in axes.of_value[v.index] or not v.shape else Group.PARAMETER
-            for v in inputs
-        ]
+        told_by_batch = brought
+        of_input = [fixed(leaf) for leaf in range(len(inputs))]
     return Groups(tuple(of_input), _optimizer_values(axes, of_input, state))
 
 
-def _batch_axis(axes: LogicalAxes) -> int | None:
-    """The axis that most bytes of intermediate values have, of those no anchor contracts and no scan consumes."""
-    contracted: set[int] = set()
+MIXED, NOTHING = -1, -2
+
+
+def _given(axes: LogicalAxes) -> list[int]:
+    """By value, the argument leaf that alone it is made from, `MIXED` for several, `NOTHING` for constants."""
+    of = [NOTHING] * len(axes.program.values)
+    for leaf, value in enumerate(axes.program.body.inputs):
+        of[value.index] = leaf
+
+    def join(a: int, b: int) -> int:
+        return b if a == NOTHING else a if b in (NOTHING, a) else MIXED
+
+    changed = True
+    while changed:
+        changed = False
+        for eqn in axes.program.eqns:
+            flows = [(tie.source.index, tie.target.index) for tie in eqn.ties]
+            if not eqn.bodies:
+                flows += [(v.index, out.index) for v in eqn.inputs for out in eqn.outputs]
+            for source, target in flows:
+                joined = join(of[target], of[source])
+                changed |= joined != of[target]
+                of[target] = joined
+    return of
+
+
+def _sides(eqn: Eqn) -> Iterator[tuple[int, int]]:
+    """(position of an operand that may be a weight, position of the other one) of an anchor."""
+    if eqn.primitive in ("gather", "conv_general_dilated"):
+        yield (0, 1) if eqn.primitive == "gather" else (1, 0)
+    elif eqn.primitive in ANCHORS:
+        yield from ((0, 1), (1, 0))
+
+
+def _contracted(axes: LogicalAxes, given: Sequence[int], batch: int | None, carried: set[int]) -> set[int]:
+    """Leaves that an anchor takes beside activations, themselves none: not computed from what has the batch.
+
+    Where there is no batch, activations are what is made from several leaves. Of two leaves that meet before there are
+    activations the larger one counts; but what meets a leaf that comes back is data. A table is looked up with what
+    comes from elsewhere: indices of the same argument (the edges of a graph) make it data.
+    """
+    program = axes.program
+    inputs, owners = program.body.inputs, program.input_argnums
+    active = [found == MIXED for found in given] if batch is None else _depending(axes, batch)
+    weights: set[int] = set()
+    data: set[int] = set()
+    for eqn in program.eqns:
+        for weight, other in _sides(eqn):
+            value, beside = eqn.inputs[weight].index, eqn.inputs[other].index
+            leaf, leaf_beside = given[value], given[beside]
+            if active[value] or leaf == NOTHING:
+                continue
+            if eqn.primitive == "gather":
+                same = leaf_beside >= 0 and leaf >= 0 and owners[leaf_beside] == owners[leaf]
+                weights |= set() if same else {value}
+            elif active[beside]:
+                weights.add(value)
+            elif leaf >= 0 and leaf_beside in carried and leaf not in carried:
+                data.add(leaf)
+            elif leaf >= 0 and leaf_beside >= 0 and inputs[leaf].bytes > inputs[leaf_beside].bytes:
+                weights.add(value)
+    for eqn in reversed(program.eqns):
+        weights |= {tie.source.index for tie in eqn.ties if tie.target.index in weights}
+        if not eqn.bodies and any(v.index in weights for v in eqn.outputs):
+            weights |= {v.index for v in eqn.inputs}
+    return {leaf for leaf, value in enumerate(inputs) if value.index in weights} - data
+
+
+def _depending(axes: LogicalAxes, batch: int) -> list[bool]:
+    """By value, True where it depends on an argument that has the batch axis."""
+    depends = [False] * len(axes.program.values)
+    for value in axes.program.body.inputs:
+        depends[value.index] = batch in axes.of_value[value.index]
+    changed = True
+    while changed:
+        changed = False
+        for eqn in axes.program.eqns:
+            targets = [tie.target for tie in eqn.ties if depends[tie.source.index]]
+            if not eqn.bodies and any(depends[v.index] for v in eqn.inputs):
+                targets += eqn.outputs
+            for target in targets:
+                changed |= not depends[target.index]
+                depends[target.index] = True
+    return depends
+
+
+def _beside(owners: Sequence[int | str], leaves: set[int]) -> set[int]:
+    """These leaves and all others of their arguments."""
+    owning = {owners[leaf] for leaf in leaves}
+    return {leaf for leaf, owner in enumerate(owners) if owner in owning}
+
+
+def _batch_axis(axes: LogicalAxes, carried: set[int], given: Sequence[int]) -> int | None:
+    """The axis that most bytes of intermediate values have, of those that come first in the leaves that bring them."""
+    firsts: list[tuple[set[int], set[int]]] = []
+    for group in (False, True):
+        first, later = set(), set()
+        for leaf, value in enumerate(axes.program.body.inputs):
+            dims = [a for a in axes.of_value[value.index] if a != NO_AXIS and a not in axes.scanned]
+            if (leaf in carried) == group and dims:
+                first.add(dims[0])
+                later |= set(dims[1:])
+        firsts.append((first, later))
+    (data, not_data), (state, not_state) = firsts
+    leading = (data - not_data) | (state - not_state - data - not_data)
+    of_weights: set[int] = set()
     coverage: dict[int, float] = {}
-    leftmost: dict[int, int] = {}
+    anchored: Counter[int] = Counter()
+    anchors = 0
     for eqn, trips in axes.program.walk():
-        rule = axes.rules[eqn.index]
+        rule, loops = axes.rules[eqn.index], axes.loops(eqn)
         if eqn.primitive in ANCHORS:
-            loops = axes.loops(eqn)
-            contracted |= {loops[i][0] for i, kind in enumerate(rule.kinds) if kind is LoopKind.REDUCED}
+            anchors += 1
+            anchored.update({axis for axis, _ in loops})
+        for weight, other in _sides(eqn):
+            leaf, beside = (given[eqn.inputs[position].index] for position in (weight, other))
+            own, others = rule.operands[weight], rule.operands[other]
+            if leaf >= 0 and beside == MIXED and eqn.primitive != "gather":
+                of_weights |= {loops[i][0] for i in own if i not in others}
+            if leaf >= 0 and beside >= 0 and leaf != beside:
+                of_weights |= {loops[i][0] for i in own if rule.kinds[i] is LoopKind.REDUCED}
         for value in eqn.outputs:
-            for dim, axis in enumerate(axes.of_value[value.index]):
+            for axis in axes.of_value[value.index]:
                 coverage[axis] = coverage.get(axis, 0.0) + trips * value.bytes
-                leftmost[axis] = min(leftmost.get(axis, dim), dim)
-    free = [a for a in coverage if a != NO_AXIS and a not in contracted and a not in axes.scanned]
-    return max(free, key=lambda a: (coverage[a], -leftmost[a], -a), default=None)
+    usual = {axis for axis, count in anchored.items() if 2 * count > anchors}
+    free = sorted(axis for axis in leading if coverage.get(axis) and (axis not in of_weights or axis in usual))
+    return max(free, key=lambda axis: coverage[axis], default=None)
 
 
 def _reaches_anchor(axes: LogicalAxes) -> set[int]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from autoshard.groups import Group
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step
@@ -105,6 +106,96 @@ def test_a_decode_step_has_a_cache_and_parameters() -> None:
     specs = dict(zip(program.input_paths, (roles.of_value[v.index] for v in program.body.inputs), strict=True))
     assert specs["cache/k"][0] == specs["token"][0], "the batch"
     assert specs["cache/k"][2] == specs["params/q"][1], "the heads"
+
+
+def lora_step(adapters: Any, base: Any, x: jax.Array, y: jax.Array) -> Any:
+    def loss(adapters: Any) -> jax.Array:
+        h = x
+        for w, scale, (a, b) in zip(base["w"], base["scale"], adapters, strict=True):
+            h = jnp.tanh((h @ w + (h @ a) @ b) * scale)
+        return jnp.mean((h - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(adapters)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, adapters, grads), value
+
+
+@pytest.mark.parametrize("batch", [32, 1])
+def test_frozen_weights_are_parameters(batch: int) -> None:
+    base = {"w": [array(16, 16)] * 2, "scale": [array(16)] * 2}
+    adapters = [(array(16, 2), array(2, 16))] * 2
+    x = array(batch, 8, 16)
+    groups = groups_of(lora_step, adapters, base, x, x, donate_argnums=0)
+    assert under(groups, "adapters") == under(groups, "base") == {PARAMETER}
+    assert groups["x"] is groups["y"] is DATA
+
+
+def test_a_frozen_table_that_is_looked_up_is_a_parameter_and_a_graph_is_not() -> None:
+    def step(w: Any, table: jax.Array, tokens: jax.Array) -> Any:
+        return {"w": w["w"] - jax.grad(lambda w: jnp.sin(table[tokens] @ w).sum())(w["w"])}
+
+    groups = groups_of(step, {"w": array(16, 8)}, array(64, 16), array(32, 4, dtype=np.int32), donate_argnums=0)
+    assert list(groups.values()) == [PARAMETER, PARAMETER, DATA]
+
+    def graph_step(w: Any, graph: Any) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            messages = graph["nodes"][graph["senders"]] @ w
+            return jax.ops.segment_sum(messages, graph["receivers"], graph["nodes"].shape[0]).sum()
+
+        return {"w": w["w"] - jax.grad(loss)(w["w"])}
+
+    edges = array(96, dtype=np.int32)
+    graph = {"nodes": array(40, 16), "receivers": edges, "senders": edges}
+    groups = groups_of(graph_step, {"w": array(16, 8)}, graph, donate_argnums=0)
+    assert under(groups, "graph") == {DATA}
+
+
+def forward(params: Any, x: jax.Array) -> jax.Array:
+    x = x * params["scale"]
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[n]) for n in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+    x = x + jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["o"])
+    return (x + jnp.tanh(x @ params["up"]) @ params["down"]) @ params["head"]
+
+
+FORWARD = {
+    "scale": array(32), "o": array(4, 8, 32), "up": array(32, 64), "down": array(64, 32), "head": array(32, 128),
+    **{n: array(32, 4, 8) for n in "qkv"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 32), (1, 16, 32), (1, 1, 32)])
+def test_a_forward_pass_at_any_batch(shape: tuple[int, ...]) -> None:
+    groups = groups_of(forward, FORWARD, array(*shape))
+    assert under(groups, "params") == {PARAMETER}
+    assert groups["x"] is DATA
+
+
+def test_gradients_in_another_structure() -> None:
+    def grads(params: Any, x: jax.Array) -> Any:
+        found = jax.grad(lambda p: forward(p, x).mean())(params)
+        return list(found.values()), sum(jnp.sum(g**2) for g in found.values())
+
+    groups = groups_of(grads, FORWARD, array(8, 16, 32))
+    assert under(groups, "params") == {PARAMETER}
+    assert groups["x"] is DATA
+
+
+def test_decoding_one_sequence() -> None:
+    def decode(params: Any, cache: Any, x: jax.Array, position: jax.Array) -> Any:
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[n]) for n in "qkv")
+        cache = {
+            name: jax.lax.dynamic_update_slice(cache[name], new, (0, position, 0, 0))
+            for name, new in (("k", k), ("v", v))
+        }
+        weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, cache["k"]))
+        x = x + jnp.einsum("bhts,bshk,hkd->btd", weights, cache["v"], params["o"])
+        return x + jnp.tanh(x @ params["up"]) @ params["down"], cache
+
+    cache = {name: array(1, 64, 4, 8) for name in "kv"}
+    groups = groups_of(decode, FORWARD, cache, array(1, 1, 32), array(dtype=np.int32), donate_argnums=1)
+    assert {groups[f"params/{n}"] for n in ("q", "k", "v", "o", "up", "down")} == {PARAMETER}
+    assert under(groups, "cache") == {DATA}
+    assert groups["x"] is groups["position"] is DATA
 
 
 def test_values_of_the_optimizer_state_reach_up_to_the_update() -> None:
