@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoshard.plan import Plan
 
 WIDTH = 176
+_COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
 _ORDER = {"winner": 0, "measured": 1, "compiled": 2, "partitioned": 3, "predicted": 4, "rejected": 5}
 
 
@@ -138,7 +139,11 @@ def plan_text(plan: Plan) -> str:
     lines.append(f"verified: {plan.verified}")
     if winner is not None and winner.compiled is not None:
         lines += [
-            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; one call's collectives, "
+            f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; step "
+            f"{seconds_text(winner.compiled.time_s)}, of it compute {seconds_text(winner.compiled.compute_s)} "
+            f"({_COMPUTE[winner.compiled.compute_from]}), not measured; one call's collectives, bytes a device sends:"
+            if plan.mesh.target is not None
+            else f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; one call's collectives, "
             f"bytes a device sends:",
             collectives_text(winner.compiled.collectives),
         ]
