@@ -53,9 +53,14 @@ class Progress:
         if self._console is not None:
             self._console.print(f"autoshard: {text}", soft_wrap=True)
 
-    def doing(self, text: str) -> None:
-        """What is going on now: the live line on a terminal, else nothing (stages are said)."""
+    def doing(self, text: str, standing: str = "") -> None:
+        """What is going on now: the live line on a terminal, else nothing (stages are said).
+
+        Args:
+            text: The stage.
+            standing: How the search stands.
+        """
         if self._interrupts is not None:
             self._interrupts.check()
         if self._status is not None:
-            self._status.update(f"autoshard: {text}")
+            self._status.update(f"autoshard: {text}" + (f" [{standing}]" if standing else ""))

@@ -91,6 +91,7 @@ class Race:
     isolation: Isolation | None = None
     notes: list[str] = field(default_factory=list)
     deadline_s: float | None = None
+    due: tuple[Candidate, ...] = ()
     refusals: list[int] = field(default_factory=list)
     """Bytes that programs need which the compiler refuses."""
 
@@ -142,6 +143,21 @@ class Race:
         candidate.compiled = None
         self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
 
+    def standing(self) -> str:
+        """How the race stands: the best so far, how many are left to compile, how many were rejected."""
+        alive = [c for c in self.candidates if c.trial.compiled is not None and c.trial.status != "rejected"]
+        parts = []
+        if alive:
+            best = min(alive, key=lambda c: c.order)
+            measured = best.trial.measured
+            text = "compiled" if measured is None else f"{seconds_text(measured.median_s)} measured"
+            parts.append(f"best so far {best.trial.name}, {text}")
+        left = sum(c.trial.compiled is None and c.trial.status != "rejected" for c in self.due)
+        parts += [f"{left} left to compile"] if left else []
+        rejected = sum(c.trial.status == "rejected" for c in self.candidates)
+        parts += [f"{rejected} rejected"] if rejected else []
+        return ", ".join(parts)
+
     # Rungs ----------------------------------------------------------------------------------------------------------
 
     def time_s(self, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
@@ -185,6 +201,7 @@ class Race:
     def compile(self, candidates: Sequence[Candidate]) -> None:
         """Compiles candidates of which there is no evidence yet, here or on other workers."""
         new = [c for c in candidates if c.trial.compiled is None and c.trial.status != "rejected"]
+        self.due = tuple(new)
 
         def stop() -> bool:
             return self.late() and any(c.trial.compiled is not None for c in candidates)
@@ -201,7 +218,7 @@ class Race:
         if candidate.trial.compiled is not None and not to_run:
             return
         trial = candidate.trial
-        self.progress.doing(f"compiling {trial.name}")
+        self.progress.doing(f"compiling {trial.name}", self.standing())
         compute_s = candidate.proposal.prediction.compute_s
         try:
             built = candidate.built or build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
@@ -274,7 +291,7 @@ class Race:
         self._compile(candidate, to_run=True)
         if candidate.compiled is None:
             return
-        self.progress.doing(f"verifying {candidate.trial.name}")
+        self.progress.doing(f"verifying {candidate.trial.name}", self.standing())
         try:
             reference, shrunk = self._reference(candidate)
         except Exception as error:

@@ -306,7 +306,8 @@ class Tasks:
             if lost and free:  # several start at once; spread out
                 free.insert(0, random.choice(free))
             for task in free:
-                if works[task].needs != "measure" or self._lock.take():
+                # A search of its own waits for nobody: whoever starts two at once on a machine is told by the clock.
+                if self.alone or works[task].needs != "measure" or self._lock.take():
                     try:
                         lost = not self._attempt(task, works[task], board.deaths[task])
                     finally:
