@@ -49,7 +49,7 @@ def test_the_slurm_script_with_a_stand_in_for_srun(tmp_path: Path) -> None:
         cwd=job, env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert answer(job)
+    assert answer(job)[1]
     keys = compiled_keys(f"journal:{job / 'study.log'}")
     assert len(keys) == len(set(keys)) == 4
     events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"time"')]
