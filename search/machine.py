@@ -17,14 +17,14 @@ class MachineLock:
         Args:
             path: Of the lock's file; by default one in the directory for temporary files.
         """
-        self._path = path or Path(tempfile.gettempdir()) / f"autoshard-measure-{os.getuid()}.lock"
+        self.path = path or Path(tempfile.gettempdir()) / f"autoshard-measure-{os.getuid()}.lock"
         self._file: int | None = None
 
     def take(self) -> bool:
         """Takes it if it is free; False where another process holds it."""
         if self._file is not None:
             return True
-        opened = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        opened = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -416,5 +416,7 @@ class Tasks:
             self._waiting = True
             missing = sorted({w.needs for w in left} - set(self.needs))
             why = f"for a worker that can {', '.join(missing)}" if missing else "for other workers"
+            if not missing and not board.claims:
+                why = f"for another process that measures on this machine (it holds {self._lock.path})"
             log.info("waiting %s: %d tasks left, %d claimed", why, len(left), len(board.claims))
         time.sleep(min(POLL_S, self._lease_s / 8) * random.uniform(0.5, 1.0))
