@@ -72,8 +72,7 @@ class Advised:
     def best_of(self, problem: Problem) -> Prediction:
         """The best prediction of an edited problem, of presets and what descent from them finds."""
         predictor = Predictor(problem, self.hardware, self.prepared.traced.call.donated, self.backend)
-        identity = {"program": "edited", "mesh": "advice"}
-        return propose(problem, predictor, identity, budget_bytes=self.budget_bytes, asks=0).ranked[0].prediction
+        return propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0).ranked[0].prediction
 
     def gain(self, then: Prediction) -> str:
         """What is gained, as text; empty where it is not worth a word."""

@@ -183,7 +183,6 @@ def optimize(
             lambda: propose(
                 problem,
                 predictor,
-                identity,
                 budget_bytes=budget_bytes,
                 seed=seed,
                 on_progress=lambda done, of: reporter.doing(f"proposing, {done} of {of} asked"),

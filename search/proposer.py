@@ -1,4 +1,4 @@
-"""Stage 6: proposes candidates. One Optuna study per search, ask and tell, told the predicted time.
+"""Stage 6: proposes candidates. One Optuna study in memory, ask and tell, told the predicted time.
 
 Small spaces are enumerated. Otherwise descent from the best presets changes the rules of one mesh axis at a time, all
 changes predicted at once; the sampler goes on from there, descent follows again, and the best two are refined with
@@ -9,10 +9,10 @@ The objective is the predicted time; a candidate over the memory budget is told 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -33,7 +33,6 @@ from autoshard.search.space import (
     refinements,
     rules_of,
 )
-from autoshard.search.storage import open_study
 from autoshard.trial import Skipped
 
 ASKS = 40
@@ -53,6 +52,9 @@ KEPT = 120
 
 READABLE = 16
 SEARCH = "search"
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+logging.getLogger("optuna").propagate = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +116,8 @@ class Proposals:
 def propose(
     problem: Problem,
     predictor: Predictor,
-    identity: Mapping[str, str],
     *,
     budget_bytes: int | None = None,
-    storage: str | Path | None = None,
-    study_name: str | None = None,
     seed: int = 0,
     asks: int = ASKS,
     enumerate_at_most: int = ENUMERATED,
@@ -130,12 +129,9 @@ def propose(
     Args:
         problem: The problem.
         predictor: Predicts them.
-        identity: What the study is for (`program`, `mesh`, versions).
         budget_bytes: Memory budget per device.
-        storage: Where the study lives; None for memory.
-        study_name: Its name.
         seed: Of the sampler.
-        asks: How many points the sampler is asked for.
+        asks: Points of the study: what it is told of without asking, and what its sampler is asked for.
         enumerate_at_most: Spaces of at most so many rule lists are tried whole; 0 for none.
         evaluations: Distinct layouts predicted at most; None for as many as it takes.
         on_progress: Called with (done, of).
@@ -148,7 +144,7 @@ def propose(
     has_optimizer = any(p.name == "zero1" for p in named)
     space = make_space(problem, parts.residual if has_optimizer else ())
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
-    study = open_study(storage, study_name, {**identity, "space": repr(sorted(space.parameters()))}, sampler)
+    study = optuna.create_study(sampler=sampler)
     search = _Search(problem, predictor, space, study, budget_bytes, evaluations)
     same = [
         Skipped(p.name, f"here it is the same layout as {first}")
@@ -199,12 +195,11 @@ class _Search:
         return len(self._found)
 
     def run(self, asks: int, on_progress: Callable[[int, int], None] | None) -> None:
-        """What an earlier run found, descent from the best presets, the sampler, descent from the best of all."""
-        self._replay()
+        """Descent from the best presets, the sampler, descent from the best of all."""
         for start in self._unlike(self._ranked(), STARTS):
             self._descend(start)
         if any(self._space.able.values()):
-            self._ask(self._remaining(asks), asks, on_progress)
+            self._ask(max(0, asks - len(self._study.get_trials(deepcopy=False))), on_progress)
             self._descend(self._ranked()[0])
             for start in self._unlike(self._ranked(), REFINED):
                 self._descend(self._refine(start))
@@ -333,17 +328,7 @@ class _Search:
             trial.set_constraint("memory", float(found[0].peak_bytes - self._budget_bytes))
         self._study.tell(trial, found[0].time_s)
 
-    def _replay(self) -> None:
-        """Takes in what an earlier run of this study asked for."""
-        names = set(self._space.parameters())
-        trials = self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
-        self._evaluate([self._space.decode(cast(Point, t.params)) for t in trials if names <= set(t.params)])
-
-    def _remaining(self, asks: int) -> int:
-        """How many asks are left of the study's budget."""
-        return max(0, asks - len(self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])))
-
-    def _ask(self, count: int, of: int, on_progress: Callable[[int, int], None] | None) -> None:
+    def _ask(self, count: int, on_progress: Callable[[int, int], None] | None) -> None:
         """Asks the sampler for points, a few at once, and tells their predicted times."""
         for start in range(0, count, ASKED_AT_ONCE):
             trials = [self._study.ask() for _ in range(min(ASKED_AT_ONCE, count - start))]
@@ -352,7 +337,7 @@ class _Search:
             for number, (trial, point) in enumerate(zip(trials, points, strict=True)):
                 self._tell(trial, point)
                 if on_progress is not None:
-                    on_progress(start + number + 1, of)
+                    on_progress(start + number + 1, count)
 
     # The answer -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def advised(fn: Any, *args: Any, **options: Any) -> Advised:
     made = prepared(fn, args, mesh_of(data=2, model=4), **options)
     backend = backend_for("tpu")
     predictor = Predictor(made.problem, FREE, made.traced.call.donated, backend)
-    best = propose(made.problem, predictor, {"program": "test", "mesh": "test"}, asks=0).ranked[0]
+    best = propose(made.problem, predictor, asks=0).ranked[0]
     return Advised(made, best.layout, FREE, backend, None, best.prediction)
 
 

@@ -68,7 +68,7 @@ def run(layers: int, seed: int = 0) -> dict[str, Any]:
     stages.done("roles, groups")
     predictor = Predictor(problem, hardware_for("tpu_v5e"), call.donated)
     stages.done("tables")
-    proposals = propose(problem, predictor, {"program": "0" * 16, "mesh": "16x16"}, seed=seed)
+    proposals = propose(problem, predictor, seed=seed)
     stages.done("search")
     index = random_layouts(problem, predictor, seed)
     predictor.predict_many(index)  # rows that are new are computed

@@ -26,7 +26,7 @@ from autoshard.export import FORMS, export, leaves_of
 from autoshard.table import SpecTable
 from autoshard.table_patterns import unfold
 from examples.transformer import factory as demo
-from tests.ecosystem.models import equinox_args, equinox_step, nnx_args, nnx_step
+from tests.ecosystem.library_models import equinox_args, equinox_step, nnx_args, nnx_step
 
 ROOT = Path(__file__).parent.parent.parent
 MESH = "data=4,model=2"

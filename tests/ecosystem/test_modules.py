@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from tests.ecosystem.models import (
+from tests.ecosystem.library_models import (
     VOCABULARY,
     Llama,
     equinox_args,

@@ -1,29 +1,23 @@
-"""Proposing: presets and more, each effective layout once, and a study that can be continued."""
+"""Proposing: presets and more, each effective layout once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 from numpy.typing import NDArray
 
-import autoshard
 from autoshard.cost_model.hardware import Link, h100
 from autoshard.cost_model.predict import Predictions, Predictor
-from autoshard.errors import StudyError
 from autoshard.prepare import Prepared
 from autoshard.search.presets import ORDER
 from autoshard.search.proposer import Proposals, propose
-from autoshard.search.storage import open_storage
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import mesh_of, prepared
 
 FREE = h100.with_links({name: Link(alpha_s=0.0, bytes_per_s=1e11) for name in ("data", "model")})
-IDENTITY = {"program": "0123456789abcdef", "mesh": "data=4,model=2", "jax": "1"}
 ASKS = 15
 
 
@@ -51,7 +45,7 @@ def decoder() -> Prepared:
 
 def search(made: Prepared, **options: Any) -> tuple[Proposals, Counting]:
     predictor = Counting(made)
-    return propose(made.problem, predictor, IDENTITY, **{"asks": ASKS, "enumerate_at_most": 0, **options}), predictor
+    return propose(made.problem, predictor, **{"asks": ASKS, "enumerate_at_most": 0, **options}), predictor
 
 
 @pytest.fixture(scope="module")
@@ -114,65 +108,8 @@ def test_ctrl_c_keeps_what_was_found(mlp: Prepared) -> None:
     assert {"dp", "fsdp", "tp"} <= {p.name for p in proposals.ranked}
 
 
-# A stored study
-
-
-def trials(where: Path) -> list[optuna.trial.FrozenTrial]:
-    (name,) = optuna.study.get_all_study_names(storage := open_storage(where))
-    complete = [optuna.trial.TrialState.COMPLETE]
-    return optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False, states=complete)
-
-
-def test_a_finished_study_is_continued_without_anything_new(mlp: Prepared, tmp_path: Path) -> None:
-    where = tmp_path / "studies" / "study.log"
-    first, _ = search(mlp, storage=where)
-    known = trials(where)
-    second, predictor = search(mlp, storage=where)
-    assert set(predictor.asked.values()) == {1}
-    assert [t.params for t in trials(where)] == [t.params for t in known]
-    assert second.ranked[0].key == first.ranked[0].key
-
-
-def test_a_study_that_was_killed_goes_on_where_it_was(mlp: Prepared, tmp_path: Path) -> None:
-    where = tmp_path / "study.log"
-
-    def stop(done: int, of: int) -> None:
-        if done == 5:
-            raise KeyboardInterrupt
-
-    search(mlp, storage=f"journal:{where}", on_progress=stop)
-    before = trials(where)
-    asked: list[int] = []
-    search(mlp, storage=where, on_progress=lambda done, of: asked.append(done))
-    after = trials(where)
-    assert [t.params for t in after[: len(before)]] == [t.params for t in before]
-    assert len(asked) == ASKS - len(before), "only the asks that were left"
-
-
-def test_a_study_of_something_else_is_refused_and_the_difference_named(
-    mlp: Prepared, decoder: Prepared, tmp_path: Path
-) -> None:
-    where = tmp_path / "study.log"
-    search(mlp, storage=where, study_name="mine", asks=3)
-    other = {**IDENTITY, "program": "another", "jax": "2"}
-    with pytest.raises(
-        StudyError, match=r"'mine' in .*program: '0123456789abcdef' there, 'another' here; jax: '1' there"
-    ):
-        propose(mlp.problem, Counting(mlp), other, storage=where, study_name="mine")
-    with pytest.raises(StudyError, match=r"space: .* there, .* here.*Choose another --study name"):
-        propose(decoder.problem, Counting(decoder), IDENTITY, storage=where, study_name="mine")
-
-
-def test_by_default_studies_of_two_programs_share_a_file(mlp: Prepared, tmp_path: Path) -> None:
-    where = tmp_path / "study.log"
-    search(mlp, storage=where, asks=3)
-    propose(mlp.problem, Counting(mlp), {**IDENTITY, "program": "another"}, storage=where, asks=3)
-    assert len(optuna.study.get_all_study_names(open_storage(where))) == 2
-
-
 def test_nothing_to_search_is_no_error() -> None:
     made = prepared(lambda x: x + 1, (3.0,), mesh_of(data=4, model=2))
     proposals, _ = search(made)
     assert [p.name for p in proposals.ranked] == ["replicated"]
     assert isinstance(proposals.ranked[0].layout.rules, tuple)
-    assert issubclass(StudyError, autoshard.AutoshardError)

@@ -20,7 +20,6 @@ from tests.models import mlp_args, mlp_step, unrolled_args, unrolled_step
 from tests.stages import array, mesh_of, prepared
 
 EVALUATIONS = 200
-IDENTITY = {"program": "0123456789abcdef", "mesh": "any", "jax": "1"}
 V5E = hardware_for("tpu_v5e").with_links({axis: Link(alpha_s=0.0, bytes_per_s=9e10) for axis in ("data", "model", "x")})
 """Without latency, or replication wins at sizes that can be enumerated."""
 
@@ -87,7 +86,7 @@ def of_case(case: str, mesh: str) -> Prepared:
 
 def proposals(made: Prepared, hardware: Hardware, **options: Any) -> Proposals:
     predictor = Predictor(made.problem, hardware, made.traced.call.donated, backend_for(hardware.name))
-    return propose(made.problem, predictor, IDENTITY, asks=20, **options)
+    return propose(made.problem, predictor, asks=20, **options)
 
 
 @pytest.fixture(scope="module")
