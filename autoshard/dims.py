@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -45,6 +45,7 @@ class LogicalAxes:
     rules: tuple[DimRule, ...]
     scanned: frozenset[int]
     constant: tuple[bool, ...]
+    _loops: dict[int, tuple[tuple[int, int], ...]] = field(init=False, repr=False, default_factory=dict)
 
     def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
         """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result.
