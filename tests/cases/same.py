@@ -99,7 +99,7 @@ def search(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: A
     if "CASES_FREE_COLLECTIVES" in os.environ:
         options.setdefault("hardware", free_collectives())
     if "CASES_HALF_BUDGET" in os.environ and "memory_budget_bytes" not in options:
-        known = {k: v for k, v in options.items() if k not in ("hardware", "isolate")}
+        known = {k: v for k, v in options.items() if k not in ("hardware", "isolate", "seed")}
         half = max(1, replicated_bytes(fn, args, mesh, **known) // 2)
         with contextlib.suppress(autoshard.NoFeasiblePlanError):
             return search(fn, args, mesh, memory_budget_bytes=half, **options)
