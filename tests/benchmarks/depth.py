@@ -1,8 +1,8 @@
 """How the search grows with depth: `python -m tests.benchmarks.depth --layers 12,32,96 --out depth.json`.
 
 Llama-3-8B, layers written out, AdamW, on 16x16: seconds of every stage after tracing, and candidates a second when
-20,000 layouts are predicted at once, memory included. Medians of `--repeats` runs in one process (the garbage of earlier
-ones slows later ones), on a machine that does nothing else.
+20,000 layouts are predicted at once, memory included. Medians of `--repeats` runs in one process (the garbage of
+earlier ones slows later ones), on a machine that does nothing else.
 """
 
 from __future__ import annotations
