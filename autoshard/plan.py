@@ -229,7 +229,10 @@ class Plan:
         return constrained
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers for these arguments (arrays or ShapeDtypeStructs), as `jax.jit(fn).lower` does."""
+        """Lowers for these arguments (arrays or ShapeDtypeStructs), as `jax.jit(fn).lower` does.
+
+        For a target what comes back is for reading: its own `compile()` asks jax for devices that are not here.
+        """
         call = flatten_call(self.user_fn, args, kwargs, self.options)
         plan = self if call.same_as(self.traced.call) else self._for(call)
         return plan.built.lower()
