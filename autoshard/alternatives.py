@@ -147,13 +147,17 @@ def over_variants(search: Search, given: Mapping[str, Any], variants: Mapping[st
 def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Plan:
     """The best plan of all alternatives, with a note on each."""
     predicted: list[tuple[float, Alternative, str]] = []
+    by_prediction: dict[str, Plan] = {}
     failures: list[str] = []
     for alternative in alternatives:
         try:
-            plan = search(**{**alternative.arguments, "effort": Effort(0, 0), "storage": None, "progress": False})
+            plan = by_prediction[alternative.name] = search(
+                **{**alternative.arguments, "effort": Effort(0, 0), "storage": None, "progress": False}
+            )
         except NoFeasiblePlanError as error:
             failures.append(f"{what} {alternative.name}: does not fit by prediction ({str(error).splitlines()[0]})")
             continue
+        by_prediction[alternative.name] = plan
         found = _predicted(_winner(plan))
         per = found.time_s / alternative.samples
         predicted.append((per, alternative, f"{seconds_text(per)} predicted, peak {bytes_text(found.peak_bytes)}"))
@@ -164,23 +168,17 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
     effort: Effort = alternatives[0].arguments["effort"] or Effort()
     # Different shapes of one mesh differ by little more than names where links are alike: the first is searched.
     count = SEARCHED if what == "variant" else 1
-    chosen = [item for item in predicted if item[0] <= CLOSE * least][:count] if effort.compiled else predicted[:1]
+    close = sum(per <= CLOSE * least for per, _, _ in predicted[:count])
     plans: list[tuple[float, Plan, str]] = []
-    for per, alternative, text in chosen:
+    for number, (per, alternative, text) in enumerate(predicted):
+        if number >= close and plans:
+            break  # the others are for when nothing of what looked best holds
         try:
-            plan = search(**_in_a_study(alternative))
+            plan = search(**_in_a_study(alternative)) if effort.compiled else by_prediction[alternative.name]
         except (NoFeasiblePlanError, SearchFailedError) as error:
             failures.append(f"{what} {alternative.name}: {text}; {str(error).splitlines()[0]}")
             continue
         plans.append((_seconds(_winner(plan), per * alternative.samples) / alternative.samples, plan, alternative.name))
-    for per, alternative, _ in predicted[len(chosen) :] if not plans else ():
-        try:  # nothing of what looked best holds: the others, in order
-            plan = search(**_in_a_study(alternative))
-        except (NoFeasiblePlanError, SearchFailedError) as error:
-            failures.append(f"{what} {alternative.name}: {str(error).splitlines()[0]}")
-            continue
-        plans.append((_seconds(_winner(plan), per), plan, alternative.name))
-        break
     if not plans:
         raise NoFeasiblePlanError(f"no {what} has a plan that fits:\n  " + "\n  ".join(failures))
     _, plan, name = min(plans, key=lambda item: item[0])

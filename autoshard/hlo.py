@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,14 +81,6 @@ def read_full_remat_warnings(stderr_text: str) -> int:
     """
     found = (line[line.index(_REMAT) :].strip() for line in stderr_text.splitlines() if _REMAT in line)
     return len(set(found))
-
-
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """Where an instruction is called from: its own metadata may be missing there."""
-
-    source: str = ""
-    op_name: str = ""
 
 
 class _Reader:

@@ -190,7 +190,8 @@ def optimize(
             problem,
             predictor,
         )
-        reporter.say(f"{proposals.evaluations} distinct layouts predicted; {_bound_text(proposals, predictor)}")
+        bound = _bound_text(proposals, predictor)
+        reporter.say(f"{proposals.evaluations} distinct layouts predicted; {bound}")
         race = Race(prepared, predictor, shared, inputs_for(call, program), budget_bytes, compiler_options, reporter)
         race.isolation = isolated
         race.deadline_s = None if effort.seconds is None else started + effort.seconds
@@ -209,7 +210,7 @@ def optimize(
             reporter.say("interrupted; returning the best so far")
         advice = _advice(race, winner) if effort.compiled and not interrupted else ()
     plan = _plan(race, proposals, winner, compiler_options, interrupted)
-    plan.advice = advice
+    plan.bound, plan.advice = bound, advice
     plan.notes += tuple(f"advice: {line}" for line in advice)
     plan.when, plan.search_s = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic() - began
     return plan
@@ -254,7 +255,6 @@ def _plan(
         trials=tuple(c.trial for c in race.candidates),
         skipped=proposals.skipped,
         notes=(*prepared.notes, *race.notes),
-        bound=_bound_text(proposals, race.predictor),
         compiler_options=compiler_options,
         compiled=winner.compiled,
         rebind=rebinder(prepared.request),

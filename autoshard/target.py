@@ -290,9 +290,3 @@ def _grid(devices: list[TargetDevice], shape: tuple[int, ...]) -> NDArray[Any]:
 
 def _axes_text(axes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in axes.items())
-
-
-def target_of(mesh: Mesh) -> Target | None:
-    """The target of a mesh, None for one over real devices."""
-    device = mesh.devices.flat[0] if mesh.devices.size else None
-    return device.target if isinstance(device, TargetDevice) else None
