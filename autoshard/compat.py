@@ -6,7 +6,8 @@ jax 0.10 puts `ClosedJaxpr` into equation parameters and `num_consts`/`num_carry
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -340,7 +341,7 @@ class CompileRequest:
 
 def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None) -> CompileRequest | None:
     """What another process needs to compile a lowered program; None if it calls back into this one."""
-    from jax._src.interpreters import mlir, pxla
+    from jax._src.interpreters import pxla
 
     if calls_python(lowered):
         return None
@@ -359,15 +360,30 @@ def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, 
         np.array(devices, dtype=object),
         {**dict(computation._compiler_options_kvs), **(compiler_options or {})},
     )
-    module = mlir.module_to_bytecode(computation.stablehlo())
-    return CompileRequest(module, options.SerializeAsString(), tuple(device.id for device in devices))
+    return CompileRequest(module_bytes(lowered), options.SerializeAsString(), tuple(device.id for device in devices))
+
+
+def module_bytes(lowered: jax.stages.Lowered) -> bytes:
+    """A lowered program as MLIR bytecode, for another process with the same jax."""
+    from jax._src.interpreters import mlir
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    return mlir.module_to_bytecode(module)
+
+
+@contextlib.contextmanager
+def parsed_module(module: bytes) -> Iterator[Any]:
+    """The MLIR module of `module_bytes`, with the dialects of jax known, while the context lasts."""
+    from jax._src.interpreters import mlir
+    from jax.extend.mlir import ir
+
+    with mlir.make_ir_context():
+        yield ir.Module.parse(module)
 
 
 def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]) -> Any:
     """Compiles a program that another process lowered, on these devices by id; it can be asked for text and memory."""
     from jax._src import stages
-    from jax._src.interpreters import mlir
-    from jax.extend.mlir import ir
     from jaxlib import xla_client
 
     class Sent(stages.Executable):
@@ -381,8 +397,7 @@ def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]
     options.device_assignment = xla_client.DeviceAssignment.create(own)
     targets = xla_client.DeviceList(chosen)
     if is_compile_only(chosen[0]):
-        with mlir.make_ir_context():
-            module = ir.Module.parse(request.module)
+        with parsed_module(request.module) as module:
             executable = client.compile(module, executable_devices=targets, compile_options=options)
     else:
         executable = client.compile_and_load(request.module, executable_devices=targets, compile_options=options)

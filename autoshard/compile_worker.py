@@ -1,4 +1,4 @@
-"""The process that `isolate` keeps beside the search: compiles what it is sent and answers with the program's figures.
+"""The process that `isolate` keeps beside the search: partitions or compiles what it is sent, and answers with figures.
 
 Started as `python -m autoshard.compile_worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the devices that the
 process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what compilers and libraries print cannot
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,15 +22,26 @@ import msgspec
 
 from autoshard import compat
 from autoshard.compile import Figures, figures_of
+from autoshard.partition import Partitioned, PartitionFailure, partition_module
 from autoshard.target import Target
 from autoshard.target_topology import open_devices
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What to do with a program: compile it, or else run Shardy's passes on this module for a mesh."""
+
+    compile: compat.CompileRequest | None = None
+    module: bytes = b""
+    mesh_axes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """What a program's compilation came to: figures, or the error it raised."""
+    """What came of a program: the figures of its compilation, what Shardy decided, or the error that was raised."""
 
     figures: Figures | None = None
+    partitioned: Partitioned | None = None
     error: str = ""
 
 
@@ -55,10 +66,11 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
     connection.send_bytes(msgspec.msgpack.encode(sorted(devices)))
     while True:
         try:
-            request = msgspec.msgpack.decode(connection.recv_bytes(), type=compat.CompileRequest)
+            request = msgspec.msgpack.decode(connection.recv_bytes(), type=Request)
         except EOFError:
             return
-        connection.send_bytes(msgspec.msgpack.encode(_compiled(request, devices)))
+        reply = _compiled(request.compile, devices) if request.compile is not None else _partitioned(request)
+        connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
 def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device]) -> Reply:
@@ -68,6 +80,15 @@ def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device])
         return Reply(figures_of(executable, time.perf_counter() - start))
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")
+
+
+def _partitioned(request: Request) -> Reply:
+    try:
+        with compat.parsed_module(request.module) as module:
+            found = partition_module(module, request.mesh_axes)
+    except Exception as error:
+        return Reply(error=f"{type(error).__name__}: {error}")
+    return Reply(error=found.reason) if isinstance(found, PartitionFailure) else Reply(partitioned=found)
 
 
 if __name__ == "__main__":

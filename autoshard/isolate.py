@@ -1,4 +1,4 @@
-"""Compiles candidates in a process of their own: one that aborts, hangs or eats the memory ends there, not the search.
+"""Partitions and compiles candidates in another process: one that aborts, hangs or eats the memory ends there.
 
 Forking a process that has used jax hangs, so the worker is a fresh interpreter. It is given StableHLO bytecode and
 XLA's compile options, and gives back the program's text and memory figures, from which the evidence is read as for a
@@ -27,8 +27,9 @@ import msgspec
 
 from autoshard import compat, target_topology
 from autoshard.compile import Built, CompilerOptions, Reading, evidence_of, read_program
-from autoshard.compile_worker import Reply
+from autoshard.compile_worker import Reply, Request
 from autoshard.meshes import MeshInfo
+from autoshard.partition import Partitioned, PartitionFailure
 from autoshard.trial import CompiledEvidence
 
 COMMAND = (sys.executable, "-P", "-m", "autoshard.compile_worker")
@@ -129,13 +130,30 @@ class Isolation:
         worker = self._ready_worker(request.device_ids)
         if worker is None:
             return InProcess(self._unavailable)
-        reply = worker.exchange(msgspec.msgpack.encode(request), Reply, self.timeout_s)
+        reply = self._reply(worker, Request(compile=request))
         if isinstance(reply, Failure):
-            self._start()
             return reply
         if reply.figures is None:
             return InProcess(reply.error) if _LACKING.search(reply.error) else Failure(reply.error)
         return read_program(reply.figures, worker.written(), self.mesh)
+
+    def partition(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure | InProcess:
+        """What `partition` would find, or why there is nothing: a Failure where the passes ended the process."""
+        worker = self._ready_worker(())
+        if worker is None:
+            return InProcess(self._unavailable)
+        request = Request(module=compat.module_bytes(lowered), mesh_axes=dict(self.mesh.axes))
+        reply = self._reply(worker, request)
+        if isinstance(reply, Failure):
+            return reply
+        return reply.partitioned or PartitionFailure(reply.error)
+
+    def _reply(self, worker: _Worker, request: Request) -> Reply | Failure:
+        """The worker's answer; after a Failure another worker takes its place."""
+        reply = worker.exchange(msgspec.msgpack.encode(request), Reply, self.timeout_s)
+        if isinstance(reply, Failure):
+            self._start()
+        return reply
 
     def kill(self) -> None:
         """Ends the worker from another thread, whatever it is doing; `read` then returns a Failure."""

@@ -98,7 +98,11 @@ def partition(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int]) -> Part
     Returns:
         What Shardy decided, or why it could not.
     """
-    module: Any = lowered.compiler_ir("stablehlo")
+    return partition_module(lowered.compiler_ir("stablehlo"), mesh_axes)
+
+
+def partition_module(module: Any, mesh_axes: Mapping[str, int]) -> Partitioned | PartitionFailure:
+    """`partition` of the module of a lowered program."""
     try:
         operation = _run(module, _PIPELINE)
         by_name = functions(operation)

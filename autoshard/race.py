@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
+
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import CollectiveOp
@@ -17,7 +19,7 @@ from autoshard.inputs import Inputs, inputs_for
 from autoshard.isolate import Failure, InProcess, Isolation
 from autoshard.layout import EVERYWHERE, OPTIMIZER, Layout
 from autoshard.measure import RunError, measure, ratio_interval
-from autoshard.partition import PartitionFailure, partition
+from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.prepare import Prepared
 from autoshard.progress import Progress
 from autoshard.report import bytes_text, seconds_text
@@ -182,9 +184,12 @@ class Race:
                 continue
             try:
                 candidate.built = build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
-                found = partition(candidate.built.lower(), self.prepared.request.mesh.axes)
+                found = self._partition(candidate.built.lower())
             except Exception as error:
                 self.reject(candidate, f"lowering failed: {one_line(error)}")
+                continue
+            if isinstance(found, Failure):
+                self.reject(candidate, f"partitioning failed: {found.reason}")
                 continue
             if isinstance(found, PartitionFailure):
                 log.info("%s: not partitioned (%s)", candidate.trial.name, found.reason)
@@ -197,6 +202,13 @@ class Race:
                 partitioned=PartitionedEvidence(found.collectives, found.collective_bytes),
             )
         return times
+
+    def _partition(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure:
+        """Runs Shardy's passes, in a process of their own where candidates compile in one."""
+        found = None if self.isolation is None else self.isolation.partition(lowered)
+        if found is None or isinstance(found, InProcess):
+            return partition(lowered, self.prepared.request.mesh.axes)
+        return found
 
     def compile(self, candidates: Sequence[Candidate]) -> None:
         """Compiles candidates of which there is no evidence yet, here or on other workers."""

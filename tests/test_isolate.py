@@ -20,6 +20,7 @@ from autoshard.compile import build, compile_built
 from autoshard.compile_worker import Reply
 from autoshard.isolate import COMMAND, Failure, InProcess, Isolation
 from autoshard.meshes import resolve_mesh
+from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.plan import Plan
 from autoshard.trial import CompiledEvidence
 from tests.models import mlp_args, mlp_step
@@ -81,6 +82,28 @@ def test_evidence_is_that_of_a_compilation_here(
     assert figures(there) == figures(here)
     assert there.collectives
     assert there.compile_s > 0
+
+
+@pytest.mark.parametrize("name", ["dp", "tp", "fsdp"])
+def test_the_partitioner_says_the_same_there(plans: dict[str, Plan], warm: Isolation, name: str) -> None:
+    lowered = plans[name].built.lower()
+    here, there = partition(lowered, plans[name].mesh.axes), warm.partition(lowered)
+    assert isinstance(there, Partitioned)
+    assert there == here
+    assert there.collectives
+
+
+def test_passes_that_abort_are_a_failure_and_those_that_fail_are_not(plans: dict[str, Plan]) -> None:
+    lowered, mesh = plans["fsdp"].built.lower(), plans["fsdp"].mesh
+    abort = "compile_worker.partition_module = lambda module, axes: os.abort()"
+    with Isolation(mesh, command=real_worker(abort)) as isolation:
+        ended = isolation.partition(lowered)
+        assert isinstance(ended, Failure)
+        assert "the compiler aborted the process (SIGABRT)" in ended.reason
+        assert isinstance(isolation.compile(plans["fsdp"].built), CompiledEvidence)  # by the worker in its place
+    refuse = "compile_worker.partition_module = lambda module, axes: compile_worker.PartitionFailure('no such axis')"
+    with Isolation(mesh, command=real_worker(refuse)) as isolation:
+        assert isolation.partition(lowered) == PartitionFailure("no such axis")
 
 
 def test_one_worker_serves_all(plans: dict[str, Plan], warm: Isolation) -> None:
@@ -223,6 +246,32 @@ def test_a_search_goes_on_after_an_abort(mesh_4x2: Mesh, monkeypatch: pytest.Mon
         "Check failed: groups == 4"
     ]
     assert sum(t.compiled is not None for t in plan.trials) == 4
+    assert plan.verified.ok
+
+
+def test_a_search_goes_on_after_an_abort_of_the_partitioner(
+    mesh_4x2: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third program that is partitioned aborts the worker; it is rejected, the others go on."""
+    patch = (
+        "seen, passes = [], compile_worker.partition_module\n"
+        "def partition_module(module, axes):\n"
+        "    seen.append(axes)\n"
+        "    return os.abort() if len(seen) == 3 else passes(module, axes)\n"
+        "if not os.path.exists(os.environ['ABORTED']):\n"
+        "    open(os.environ['ABORTED'], 'w').close()\n"
+        "    compile_worker.partition_module = partition_module"
+    )
+    monkeypatch.setenv("ABORTED", str(tmp_path / "aborted"))
+    monkeypatch.setattr(Isolation.__init__, "__kwdefaults__", {
+        "timeout_s": 600.0, "memory_bytes": None, "command": real_worker(patch),
+    })  # fmt: skip
+    plan = optimize(mlp_step, mlp_args(), mesh_4x2, donate_argnums=0, isolate=True, effort=Effort(4, 0), progress=False)
+    rejected = [t.reason for t in plan.trials if t.status == "rejected"]
+    assert rejected == [
+        "partitioning failed: the compiler aborted the process (SIGABRT): nothing on its standard error"
+    ]
+    assert sum(t.compiled is not None for t in plan.trials) == 3
     assert plan.verified.ok
 
 
