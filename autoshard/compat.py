@@ -192,6 +192,28 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return bool(eqn.effects)
 
 
+def plain(closed: Any) -> Any:
+    """The closed jaxpr as jax's own lowering first makes it: no high-level primitives, no mutable arrays.
+
+    High-level primitives (`lax.custom_root` on jax 0.12) become what they stand for; reads and writes of mutable
+    arrays that the program makes itself (`jax.new_ref`) become pure updates. The effects of the latter name variables,
+    and would not survive a renaming. The references of kernels (pallas_call) stay: they belong to the kernel.
+    """
+    from jax._src.interpreters import partial_eval
+    from jax._src.state.discharge import discharge_state
+
+    def uses_refs(jaxpr: Any) -> bool:
+        return any(
+            eqn.primitive.ref_allocating
+            or (eqn.primitive.name != "pallas_call" and any(map(uses_refs, jaxprs_in(eqn.params))))
+            for eqn in jaxpr.eqns
+        )
+
+    if open_jaxpr(closed).is_high and not any(aval.is_high for aval in (*closed.in_avals, *closed.out_avals)):
+        closed = partial_eval.lower_jaxpr2(closed)
+    return discharge_state(closed) if uses_refs(open_jaxpr(closed)) else closed
+
+
 def operand_values(eqn: JaxprEqn) -> tuple[Any, ...]:
     """By operand, the value of a literal, else shape and dtype."""
     return tuple(

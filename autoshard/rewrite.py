@@ -130,19 +130,27 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
     return core.ClosedJaxpr(rewrite(compat.open_jaxpr(closed), program.body, None), closed.consts)
 
 
-def without_effects(closed: Any) -> Any:
-    """The closed jaxpr without the prints and callbacks that return nothing."""
+def as_reference(closed: Any) -> Any:
+    """The closed jaxpr without what does not change its outputs: constraints, prints, callbacks that return nothing."""
 
     def strip(jaxpr: Any) -> Any:
+        same: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom if compat.is_literal(atom) else same.get(atom, atom)
+
         kept = []
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in HOST_EFFECTS and all(map(compat.is_drop, eqn.outvars)):
                 continue
+            if eqn.primitive.name == "sharding_constraint":
+                same[eqn.outvars[0]] = read(eqn.invars[0])
+                continue
             params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, strip(compat.open_jaxpr(j))))
-            kept.append(eqn.replace(params=params))
-        return jaxpr.replace(eqns=kept)
+            kept.append(eqn.replace(invars=[read(atom) for atom in eqn.invars], params=params))
+        return jaxpr.replace(eqns=kept, outvars=[read(atom) for atom in jaxpr.outvars])
 
-    return core.ClosedJaxpr(strip(compat.open_jaxpr(closed)), closed.consts)
+    return core.ClosedJaxpr(strip(compat.open_jaxpr(closed)), compat.consts_of(closed))
 
 
 def check(closed: Any) -> None:

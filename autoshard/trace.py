@@ -23,7 +23,7 @@ from autoshard.fingerprint import fingerprint
 from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
 from autoshard.signature import Call, is_static, leaf_paths
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 ONE_TO_ONE = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 HOST_EFFECTS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
@@ -35,12 +35,14 @@ class Traced:
     Attributes:
         call: The call it was traced for.
         program: What the other stages see.
+        original: The closed jaxpr as jax traced it, for verification: nothing of ours has touched it.
         out_tree: Structure of the outputs, array leaves only.
         static_outputs: Output leaves that are no arrays, by leaf number.
     """
 
     call: Call
     program: Program
+    original: Any
     out_tree: Any
     static_outputs: tuple[tuple[int, Any], ...]
     num_outputs: int
@@ -90,11 +92,17 @@ def trace(
             f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: jax.jit({name}) "
             f"fails as well): {type(error).__name__}: {str(error).strip()}"
         ) from error
-    jaxpr = core.ClosedJaxpr(_distinct(closed, keep_user_constraints), compat.consts_of(closed))
+    if any(compat.is_ref(const) for const in compat.consts_of(closed)):
+        raise TraceError(
+            f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: its state cannot be "
+            "sharded. Pass its value as an argument, make the mutable array inside, and return the new value."
+        )
+    pure = compat.plain(closed)
+    jaxpr = core.ClosedJaxpr(_distinct(pure, keep_user_constraints), compat.consts_of(pure))
     program = _Builder(name, call, leaf_paths(out_paths)).build(jaxpr)
     if mesh is not None and mesh.size > 1:
         _refuse_ordered_effects(program)
-    return Traced(call, program, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves)
+    return Traced(call, program, closed, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves)
 
 
 def effects_of(program: Program) -> tuple[Eqn, ...]:

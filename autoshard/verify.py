@@ -25,7 +25,7 @@ from autoshard.dim_rules import LoopKind
 from autoshard.dims import LogicalAxes
 from autoshard.inputs import Inputs
 from autoshard.meshes import MeshInfo
-from autoshard.rewrite import as_function, without_effects
+from autoshard.rewrite import as_function, as_reference
 from autoshard.trace import Traced
 from autoshard.trial import Verified
 
@@ -153,13 +153,13 @@ class Trusted:
 
 
 def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
-    """The unsharded function on one device.
+    """The unsharded function on one device, from the jaxpr that jax traced.
 
-    A function that names several devices itself (a nested jit or a constraint with shardings, a shard_map) cannot run
-    on one; then it is the function as it stands, with replicated arguments. Prints and callbacks that return nothing
-    are left out.
+    A function that names several devices itself (a nested jit with shardings, a shard_map) cannot run on one; then it
+    is the function as it stands, with replicated arguments. The user's constraints, and prints and callbacks that
+    return nothing, are left out.
     """
-    run = jax.jit(as_function(without_effects(traced.program.origin), traced.program.name))
+    run = jax.jit(as_function(as_reference(traced.original), traced.program.name))
     count = len(inputs.call.avals)
     alone: tuple[Sharding, ...] = (SingleDeviceSharding(mesh.user.devices.flat[0]),) * count
     try:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import TraceError
 from autoshard.program import Flow
-from autoshard.rewrite import as_function, check, without_effects
+from autoshard.rewrite import as_function, as_reference, check
 from autoshard.trace import source_line, trace
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, call_of, mesh_of, traced
@@ -241,10 +241,55 @@ def test_prints_can_be_left_out() -> None:
         jax.debug.print("x is {}", x[0, 0])
         return x * 2
 
-    closed = without_effects(traced(chatty, X).program.origin)
+    closed = as_reference(traced(chatty, X).original)
     check(closed)
     assert [e.primitive.name for e in closed.jaxpr.eqns if "debug" in e.primitive.name] == []
     np.testing.assert_array_equal(jax.jit(as_function(closed, "chatty"))(X)[0], X * 2)
+
+
+def test_mutable_arrays_made_inside_become_pure_updates() -> None:
+    def doubled(x: Any) -> Any:
+        state, total = jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros(()))
+
+        def body(i: Any, carry: Any) -> Any:
+            state[i] = x[i] * 2
+            total[...] += jnp.sum(x[i])
+            return carry
+
+        jax.lax.fori_loop(0, x.shape[0], body, 0)
+        return state[...], total[...]
+
+    found = traced(doubled, jnp.asarray(X))
+    check(found.program.origin)
+    names = {eqn.primitive for eqn in found.program.eqns}
+    assert not names & {"new_ref", "get", "swap", "addupdate", "ref_get", "ref_set"}
+    run = jax.jit(as_function(found.program.origin, "doubled"))
+    doubles, total = run(X)
+    np.testing.assert_array_equal(doubles, X * 2)
+    np.testing.assert_allclose(total, X.sum(), atol=1e-6)
+
+
+def test_mutable_arrays_of_outside_are_refused_by_name() -> None:
+    state = jax.new_ref(jnp.zeros(3))
+
+    def counting(x: Any) -> Any:
+        state[...] += jnp.sum(x)
+        return x + state[...]
+
+    with pytest.raises(TraceError, match=r"counting reads or writes a mutable array .*made outside"):
+        traced(counting, X)
+
+
+def test_the_reference_of_verification_is_what_jax_traced() -> None:
+    def stated(x: Any) -> Any:
+        y = jax.lax.with_sharding_constraint(jnp.sin(x), P("data", None))
+        return jax.jit(lambda z: jax.lax.with_sharding_constraint(z, P(None, "data")) * 2)(y)
+
+    found = trace(stated, call_of(stated, (X,)), mesh_of(data=2))
+    closed = as_reference(found.original)
+    check(closed)
+    assert "sharding_constraint" not in str(closed)
+    np.testing.assert_allclose(jax.jit(as_function(closed, "stated"))(X)[0], np.sin(X) * 2, rtol=1e-6)
 
 
 def test_outputs_that_are_no_arrays_come_back_as_they_are() -> None:
