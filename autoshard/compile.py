@@ -56,10 +56,9 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a compiled program says of itself, in this process or sent from another one.
+    """What a compiled program says of itself in numbers, in this process or sent from another one.
 
     Attributes:
-        text: The program.
         argument_bytes: Per device, as the others.
         output_bytes: Outputs.
         alias_bytes: Outputs that live in donated arguments.
@@ -69,7 +68,6 @@ class Figures:
         compile_s: Seconds it took to compile.
     """
 
-    text: str
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
@@ -84,28 +82,16 @@ class Reading:
     """What a compiled program says, whoever compiled it and whatever prices are put on it.
 
     Attributes:
+        figures: Its numbers.
         ops: Its collectives.
-        argument_bytes: Per device, as the others.
-        output_bytes: Outputs.
-        alias_bytes: Outputs that live in donated arguments.
-        temp_bytes: Temporaries.
-        peak_bytes: The compiler's own peak, 0 where it gives none.
-        flops: The compiler's count for one device, 0 where it gives none.
         cycles: The compiler's estimate of all that is no collective, trip counts included; None where it makes none.
         full_remat_warnings: "Involuntary full rematerialization" warnings of the partitioner.
-        compile_s: Seconds it took to compile.
     """
 
+    figures: Figures
     ops: tuple[CollectiveOp, ...]
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-    flops: float
     cycles: int | None
     full_remat_warnings: int
-    compile_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,19 +143,19 @@ def compile_built(
         start = time.perf_counter()
         executable = lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
         seconds = time.perf_counter() - start
-    evidence = evidence_of(read_program(figures_of(executable, seconds), written(), mesh), mesh, time_of)
+    reading = read_program(executable.as_text() or "", figures_of(executable, seconds), written(), mesh)
+    evidence = evidence_of(reading, mesh, time_of)
     return Compiled(built, executable, evidence)
 
 
 def figures_of(executable: Any, compile_s: float) -> Figures:
-    """What an executable says of itself; it took `compile_s` seconds to compile."""
+    """What an executable says of itself in numbers; it took `compile_s` seconds to compile."""
     memory: Any = executable.memory_analysis()
     try:
         cost = executable.cost_analysis() or {}
     except NotImplementedError:  # the GPU compiler counts for devices that are here only
         cost = {}
     return Figures(
-        text=executable.as_text() or "",
         argument_bytes=int(memory.argument_size_in_bytes),
         output_bytes=int(memory.output_size_in_bytes),
         alias_bytes=int(memory.alias_size_in_bytes),
@@ -180,39 +166,29 @@ def figures_of(executable: Any, compile_s: float) -> Figures:
     )
 
 
-def read_program(figures: Figures, stderr: str, mesh: MeshInfo) -> Reading:
-    """Reads a program's figures, its text, and what the compiler wrote to standard error."""
-    return Reading(
-        ops=read_collectives(figures.text, mesh.axes),
-        argument_bytes=figures.argument_bytes,
-        output_bytes=figures.output_bytes,
-        alias_bytes=figures.alias_bytes,
-        temp_bytes=figures.temp_bytes,
-        peak_bytes=figures.peak_bytes,
-        flops=figures.flops,
-        cycles=read_cycles(figures.text),
-        full_remat_warnings=read_full_remat_warnings(stderr),
-        compile_s=figures.compile_s,
-    )
+def read_program(text: str, figures: Figures, stderr: str, mesh: MeshInfo) -> Reading:
+    """Reads a program's text, and what the compiler wrote to standard error."""
+    return Reading(figures, read_collectives(text, mesh.axes), read_cycles(text), read_full_remat_warnings(stderr))
 
 
 def evidence_of(reading: Reading, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None) -> CompiledEvidence:
     """The evidence in what a program says; `time_of` makes seconds of a step from its collectives."""
-    peak = reading.argument_bytes + reading.output_bytes - reading.alias_bytes + reading.temp_bytes
+    said = reading.figures
+    peak = said.argument_bytes + said.output_bytes - said.alias_bytes + said.temp_bytes
     if mesh.platform != "cpu":
-        peak = reading.peak_bytes or peak
+        peak = said.peak_bytes or peak
     return CompiledEvidence(
         collectives=summarise(reading.ops),
         collective_bytes=collective_bytes(reading.ops),
-        argument_bytes=reading.argument_bytes,
-        output_bytes=reading.output_bytes,
-        alias_bytes=reading.alias_bytes,
-        temp_bytes=reading.temp_bytes,
+        argument_bytes=said.argument_bytes,
+        output_bytes=said.output_bytes,
+        alias_bytes=said.alias_bytes,
+        temp_bytes=said.temp_bytes,
         peak_bytes=peak,
         full_remat_warnings=reading.full_remat_warnings,
-        flops=reading.flops,
+        flops=said.flops,
         time_s=0.0 if time_of is None else time_of(reading.ops),
-        compile_s=reading.compile_s,
+        compile_s=said.compile_s,
     )
 
 

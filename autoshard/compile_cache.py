@@ -22,7 +22,7 @@ import msgspec
 from autoshard.compile import Reading
 from autoshard.target import Target
 
-FORMAT = 1
+FORMAT = 2
 """Of the files, and of how a program's text is read: raise it where `hlo` reads another number from the same text."""
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")

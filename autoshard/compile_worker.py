@@ -38,9 +38,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a program: the figures of its compilation, what Shardy decided, or the error that was raised."""
+    """What came of a program: figures and text of the compiled one, what Shardy decided, or the error raised."""
 
     figures: Figures | None = None
+    text: str = ""
     partitioned: Partitioned | None = None
     error: str = ""
 
@@ -77,7 +78,7 @@ def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device])
     start = time.perf_counter()
     try:
         executable = compat.compile_requested(request, devices)
-        return Reply(figures_of(executable, time.perf_counter() - start))
+        return Reply(figures_of(executable, time.perf_counter() - start), executable.as_text() or "")
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")
 

@@ -135,7 +135,7 @@ class Isolation:
             return reply
         if reply.figures is None:
             return InProcess(reply.error) if _LACKING.search(reply.error) else Failure(reply.error)
-        return read_program(reply.figures, worker.written(), self.mesh)
+        return read_program(reply.text, reply.figures, worker.written(), self.mesh)
 
     def partition(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure | InProcess:
         """What `partition` would find, or why there is nothing: a Failure where the passes ended the process."""

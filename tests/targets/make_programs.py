@@ -47,10 +47,10 @@ def main() -> None:
             reply = worker.exchange(msgspec.msgpack.encode(request), Reply, isolate.START_LIMIT_S)
         assert not isinstance(reply, Failure), reply
         assert reply.figures is not None, reply.error
-        text = _PAYLOADS.sub(shortened, reply.figures.text)
+        text = _PAYLOADS.sub(shortened, reply.text)
         path = FOLDER / f"{name}_jax{jax.__version__}.txt.gz"
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        print(path.name, len(reply.figures.text), len(text), path.stat().st_size)
+        print(path.name, len(reply.text), len(text), path.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_quick_memory_is_close_to_full_memory(name: str) -> None:
     assert isinstance(full, Reading)
     assert isinstance(quick, Reading)
     assert full.cycles is not None
-    assert 0.85 * full.peak_bytes - VMEM <= quick.peak_bytes <= 1.15 * full.peak_bytes
+    assert 0.85 * full.figures.peak_bytes - VMEM <= quick.figures.peak_bytes <= 1.15 * full.figures.peak_bytes
 
 
 @TPU
@@ -57,7 +57,7 @@ def test_the_tpu_compiler_refuses_what_does_not_fit() -> None:
 def test_every_gpu_compiles(part: str) -> None:
     (found,) = compiled(f"gpu:{part}:2x4", "data=2,model=4", [{}])
     assert isinstance(found, Reading)
-    assert found.peak_bytes > 0
+    assert found.figures.peak_bytes > 0
     assert found.cycles is None
 
 
