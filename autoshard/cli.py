@@ -1,17 +1,24 @@
-"""The command line. Exit codes: 0 ok, 1 no feasible plan or a failed check, 2 usage; one line on standard error."""
+"""The command line. Exit codes: 0 ok, 1 no feasible plan or a failed check, 2 usage; one line on standard error.
+
+Of several processes that search together, one that lost the others ends with code 70, and may be started again.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from autoshard import cli_doctor, cli_explain, cli_hardware, cli_jobs, cli_table, cli_target
-from autoshard.errors import AutoshardError, NoFeasiblePlanError, SearchFailedError
+from autoshard.agreement import LOST
+from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
 from autoshard.report import printable, table_text
@@ -58,6 +65,7 @@ def search(
     compile_timeout: Annotated[float | None, typer.Option(help="Seconds until a compilation has failed.")] = None,
     compile_memory: Annotated[str | None, typer.Option(help="For the compiler's process, such as 16GiB.")] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
+    distributed: cli_jobs.Distributed = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     explained: Annotated[bool, typer.Option("--explain", help="Say what moves, what is stored, and why.")] = False,
@@ -70,9 +78,12 @@ def search(
             "study": study, "lease_s": lease, "memory_budget": memory_budget, "hardware": hardware,
             "compiled": compiled, "measured": measured, "seconds": seconds, "seed": seed, "isolate": isolate,
             "compile_timeout_s": compile_timeout, "compile_memory": compile_memory, "cpu_devices": cpu_devices,
+            "distributed": distributed,
         },
     )  # fmt: skip
     plan = cli_jobs.with_job(job, progress=not quiet)
+    if jax.process_index() != 0:
+        return
     print(json.dumps(plan_json(plan), indent=1) if as_json else str(plan))
     if explained and not as_json:
         print(f"\n{plan.explain(hardware=hardware)}")
@@ -119,29 +130,47 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point of the `autoshard` command."""
-    debug = "--debug" in sys.argv
+    code = run(sys.argv[1:])
+    if code and jax.distributed.is_initialized():
+        # At a normal exit jax waits minutes for the other processes, which may be waiting for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command; returns its exit code."""
+    debug = "--debug" in arguments
     try:
-        sys.exit(app(standalone_mode=False))  # what a command's typer.Exit says, else None
+        done = app(arguments, standalone_mode=False)  # what a command's typer.Exit says, else None
+        return int(done or 0)
+    except ProcessesError as error:
+        return _failed(error, LOST, debug)
     except (NoFeasiblePlanError, SearchFailedError) as error:
-        _fail(error, 1, debug)
+        return _failed(error, 1, debug)
     except AutoshardError as error:
-        _fail(error, 2, debug)
+        return _failed(error, 2, debug)
     except typer.Exit as stop:
-        sys.exit(stop.exit_code)
+        return stop.exit_code
     except typer.Abort:
-        sys.exit(130)
+        return 130
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own usage errors
             print(f"autoshard: {error.format_message()}", file=sys.stderr)
-            sys.exit(2)
-        raise
+            return 2
+        traceback.print_exc()
+        return 1
 
 
-def _fail(error: AutoshardError, code: int, debug: bool) -> None:
+def _failed(error: AutoshardError, code: int, debug: bool) -> int:
     if debug:
-        raise error
-    print(f"autoshard: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-    sys.exit(code)
+        traceback.print_exception(error)
+    else:
+        print(f"autoshard: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

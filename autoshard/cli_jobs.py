@@ -18,7 +18,7 @@ from rich.console import Console
 
 from autoshard.errors import ArgumentError, StudyError
 from autoshard.events import log_events
-from autoshard.factory import use_cpu_devices
+from autoshard.factory import use_cpu_devices, use_processes
 from autoshard.job import Job, read_job, run_job
 from autoshard.report import seconds_text
 from autoshard.search.connect import close_storage, open_storage, study_names, without_password
@@ -47,6 +47,13 @@ CpuDevices = Annotated[int | None, typer.Option(help="Work on this many CPU devi
 Lease = Annotated[
     float | None, typer.Option(help="Seconds without a sign of life after which a worker has lost its task.")
 ]
+Distributed = Annotated[
+    str | None,
+    typer.Option(
+        help="One of several processes that search together: auto (SLURM, Open MPI, Kubernetes, Cloud TPU), or "
+        "HOST:PORT,COUNT,NUMBER."
+    ),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
 
 
@@ -63,6 +70,7 @@ def worker(
     measured: Measured = None,
     seed: Seed = None,
     cpu_devices: CpuDevices = None,
+    distributed: Distributed = None,
     lease: Lease = None,
     restarts: Annotated[int, typer.Option(help="Start again this often after an abort or a kill.")] = 10,
     log_json: LogJson = False,
@@ -77,13 +85,16 @@ def worker(
         raise typer.Exit(supervise([sys.executable, "-m", "autoshard", *own, "--restarts", "0"], restarts))
     options: dict[str, Any] = {
         "storage": storage, "study": study, "mesh": mesh, "target": target, "compiled": compiled,
-        "measured": measured, "seed": seed, "cpu_devices": cpu_devices, "lease_s": lease,
+        "measured": measured, "seed": seed, "cpu_devices": cpu_devices,
+        "distributed": distributed, "lease_s": lease,
         "needs": None if needs is None else tuple(part.strip() for part in needs.split(",")),
     }  # fmt: skip
     job = read_job(what, options)
     if job.storage is None:
         raise ArgumentError("a worker needs the storage of its study: pass --storage, or name it in the job file.")
     plan = with_job(job, progress=False)
+    if jax.process_index() != 0:
+        return
     best = next(t for t in plan.trials if t.status == "winner")
     seconds = "" if best.measured is None else f", measured {seconds_text(best.measured.median_s)}"
     logging.getLogger("autoshard.jobs").info("finished: the best is %s%s", best.name, seconds)
@@ -100,6 +111,7 @@ def finish(
     measured: Measured = None,
     seed: Seed = None,
     cpu_devices: CpuDevices = None,
+    distributed: Distributed = None,
     lease: Lease = None,
     log_json: LogJson = False,
 ) -> None:
@@ -110,7 +122,8 @@ def finish(
     log_events(logging.INFO, as_json=log_json)
     options: dict[str, Any] = {
         "storage": storage, "study": study, "mesh": mesh, "target": target, "compiled": compiled,
-        "measured": measured, "seed": seed, "cpu_devices": cpu_devices, "lease_s": lease,
+        "measured": measured, "seed": seed, "cpu_devices": cpu_devices,
+        "distributed": distributed, "lease_s": lease,
         "out": None if out is None else str(out),
     }  # fmt: skip
     job = read_job(what, options)
@@ -119,12 +132,16 @@ def finish(
     if job.out is None:
         raise ArgumentError("where to save the table: pass --out specs/step.json, or write out = ... in the job file.")
     plan = with_job(job, again=True, progress=False)
-    sys.stdout.write(f"{plan}\n")
+    if jax.process_index() == 0:
+        sys.stdout.write(f"{plan}\n")
 
 
 def with_job(job: Job, *, again: bool = False, progress: bool = True) -> Any:
     """Runs a job in a process of the command line: its devices, its cache, and its hand-back when it is pre-empted."""
     use_cpu_devices(job.cpu_devices)
+    use_processes(job.distributed)
+    if job.distributed is not None and jax.process_index() != 0:
+        logging.getLogger("autoshard").setLevel(logging.WARNING)  # the first process logs for all
     if job.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", job.compilation_cache)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = job.compilation_cache

@@ -447,3 +447,44 @@ def quick_compile_options() -> dict[str, Any]:
     """What makes the TPU compiler skip its optimisations; jax 0.10 takes O0 as its number in XLA, 0.12 by name."""
     major, minor = map(int, jax.__version__.split(".")[:2])
     return {"optimization_level": 9 if (major, minor) < (0, 11) else "O0"}
+
+
+class Coordination:
+    """The keys and values of jax's coordination service, which all processes of a program see."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a key, once."""
+        self._client.key_value_set_bytes(key, value)
+
+    def get(self, key: str, limit_s: float) -> bytes | None:
+        """The value of a key, waited for; None where it is not there after the limit."""
+        try:
+            found: bytes = self._client.blocking_key_value_get_bytes(key, int(1000 * limit_s))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+        return found
+
+    def below(self, prefix: str) -> dict[str, bytes]:
+        """Values by key of all keys with a prefix."""
+        return dict(self._client.key_value_dir_get_bytes(prefix))
+
+    def count(self, key: str) -> int:
+        """Adds one to a number, and says what it is now."""
+        return int(self._client.key_value_increment(key, 1))
+
+    def delete(self, prefix: str) -> None:
+        """Forgets all keys with a prefix that ends in a slash."""
+        self._client.key_value_delete(prefix)
+
+
+def coordination() -> Coordination | None:
+    """What `jax.distributed.initialize` connected this process to; None where it was not called."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    return None if client is None else Coordination(client)

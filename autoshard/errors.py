@@ -69,3 +69,7 @@ class FactoryError(AutoshardError, ImportError):
 
 class StudyError(AutoshardError, ValueError):
     """A stored study belongs to another program, mesh or version."""
+
+
+class ProcessesError(AutoshardError, RuntimeError):
+    """The processes of one search (`jax.distributed`) do not agree, or one of them failed or does not answer."""

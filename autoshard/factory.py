@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from autoshard.errors import ArgumentError, FactoryError
+from autoshard.errors import ArgumentError, FactoryError, ProcessesError
 
 FACTORY = "pkg.module:factory (or file.py:factory) that returns (fn, example_args) or a dict of optimize's arguments"
 
@@ -100,3 +100,33 @@ def use_cpu_devices(count: int | None) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise ArgumentError(f"--cpu-devices {count}: jax already started its devices ({error}).") from None
+
+
+def use_processes(how: str | None) -> None:
+    """Joins this process with others that make the same call; must come before the first use of a device.
+
+    Args:
+        how: `auto` where jax can tell from the environment (SLURM, Open MPI, Kubernetes, Cloud TPU), or
+            `HOST:PORT,COUNT,NUMBER`: where process 0 listens, how many there are, which one this is. None for alone.
+
+    Raises:
+        ArgumentError: If it is neither.
+        ProcessesError: If the others are not found.
+    """
+    if how is None:
+        return
+    given: dict[str, Any] = {}
+    if how != "auto":
+        address, *numbers = how.split(",")
+        if len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
+            raise ArgumentError(f"--distributed {how}: write auto, or HOST:PORT,COUNT,NUMBER such as node0:1234,4,0.")
+        count, number = map(int, numbers)
+        given = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    try:
+        jax.distributed.initialize(**given)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ProcessesError(
+            f"--distributed {how}: {reason}. Start all processes at the same time, and say where process 0 listens: "
+            f"HOST:PORT,COUNT,NUMBER."
+        ) from None

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from autoshard.errors import ArgumentError
 from autoshard.program import Program
 from autoshard.signature import Call
 
@@ -41,7 +42,10 @@ class Inputs:
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self.call.leaves)
 
     def place(self, shardings: Sequence[Sharding]) -> list[jax.Array]:
-        """Fresh arrays with these shardings; the person's own arrays are never handed out."""
+        """Fresh arrays with these shardings; the person's own arrays are never handed out.
+
+        Arrays that several processes have parts of are moved by all of them: they must all come here.
+        """
         return [self._place(i, sharding) for i, sharding in enumerate(shardings)]
 
     def _place(self, number: int, sharding: Sharding) -> jax.Array:
@@ -49,9 +53,10 @@ class Inputs:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self._make(number, aval, sharding)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = np.asarray(jax.random.key_data(leaf))
-            return _keys(data, str(jax.random.key_impl(leaf)), sharding)
-        host = np.asarray(leaf)
+            return _keys(whole(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and _same_devices(leaf.sharding, sharding):
+            return _moved(leaf, sharding)
+        host = whole(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
         if host.dtype != aval.dtype:
             host = host.astype(aval.dtype)
         return _put(host, aval, sharding)
@@ -92,6 +97,27 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return x
 
 
+def whole(leaf: jax.Array) -> np.ndarray:
+    """An array on the host; what other processes have of it is gathered by all of them."""
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        mesh = getattr(leaf.sharding, "mesh", None)
+        if mesh is None:
+            raise ArgumentError(f"an array with {leaf.sharding} spans processes; give it a NamedSharding.")
+        leaf = _moved(leaf, NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
+
+
+def _moved(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+    moved: jax.Array = jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    return moved
+
+
+def _same_devices(a: Sharding, b: Sharding) -> bool:
+    """True if the shardings are over the same devices in the same order, so that one program may take both."""
+    one, two = (getattr(s, "mesh", None) for s in (a, b))
+    return one is not None and two is not None and list(one.devices.flat) == list(two.devices.flat)
+
+
 def _put(host: np.ndarray, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     if aval.dtype == jax.dtypes.float0:
         return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
@@ -100,9 +126,14 @@ def _put(host: np.ndarray, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> ja
 
 
 def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
-    keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-    placed: jax.Array = jax.device_put(keys, sharding)
-    return placed
+    if sharding.is_fully_addressable:
+        keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+        placed: jax.Array = jax.device_put(keys, sharding)
+        return placed
+    # jax moves no keys to devices of other processes; their data's last dimension is whole.
+    parts = jax.make_array_from_callback(data.shape, sharding, lambda index: np.array(data[index], copy=True))
+    spread: jax.Array = jax.random.wrap_key_data(parts, impl=impl)
+    return spread
 
 
 def inputs_for(call: Call, program: Program) -> Inputs:

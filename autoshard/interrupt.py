@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,6 +15,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._seen = False
+        self._held = False
         self._previous: Any = None
 
     def __enter__(self) -> Interrupts:
@@ -28,8 +31,25 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._held and not self._seen:
+            self._seen = True
+            return
         self._seen = True
         raise KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it a first Ctrl-C is kept for `check`: what is being done waits for others, or they for it."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @property
+    def seen(self) -> bool:
+        """True if one came that was not raised by `check` yet."""
+        return self._seen
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if one came since it was last raised here."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 from jax.sharding import PartitionSpec
 
@@ -44,6 +45,7 @@ class Job:
         mesh: Such as `data=4,model=2`.
         target: Hardware that is not here, such as `tpu:v5e:4x4`.
         cpu_devices: Work on this many CPU devices.
+        distributed: Search together with other processes (`jax.distributed`): `auto`, or `HOST:PORT,COUNT,NUMBER`.
         memory_budget: Per device, such as `16GiB`.
         hardware: A preset, or a file written by calibration.
         compiled: Candidates to compile, by all workers together.
@@ -67,6 +69,7 @@ class Job:
     mesh: str | None = None
     target: str | None = None
     cpu_devices: int | None = None
+    distributed: str | None = None
     memory_budget: int | str | None = None
     hardware: str | None = None
     compiled: int | None = None
@@ -187,6 +190,6 @@ def run_job(job: Job, *, again: bool = False, progress: bool = True) -> Plan:
         if "unexpected keyword argument" in str(error) and "optimize" in str(error):
             raise ArgumentError(f"{job.factory}: the factory gives what optimize does not take: {error}") from None
         raise
-    if job.out is not None:
+    if job.out is not None and jax.process_index() == 0:
         plan.table.save(job.out)
     return plan

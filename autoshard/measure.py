@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from autoshard.agreement import ALONE, Peers
 from autoshard.compile import Compiled
 from autoshard.inputs import Inputs
 from autoshard.trial import Measured
@@ -62,9 +63,16 @@ class _Runner:
     """One candidate with its inputs on the devices."""
 
     def __init__(
-        self, name: str, compiled: Compiled, inputs: Inputs, carry: Sequence[tuple[int, int]], keep: bool
+        self,
+        name: str,
+        compiled: Compiled,
+        inputs: Inputs,
+        carry: Sequence[tuple[int, int]],
+        keep: bool,
+        peers: Peers,
+        sync: Callable[[], None],
     ) -> None:
-        self._name = name
+        self._name, self._peers, self._sync = name, peers, sync
         self._compiled, self._inputs, self._carry = compiled, inputs, carry
         self._donated = [i for i, gone in enumerate(inputs.call.donated) if gone]
         carried = {source for source, _ in carry}
@@ -82,19 +90,30 @@ class _Runner:
 
     def _step(self, timed: bool) -> None:
         if self._leaves is None:
-            self._leaves = self._inputs.place(self._compiled.built.in_shardings)
-            jax.block_until_ready(self._leaves)
+            self._peers.together(self._place)
+        seconds = max(self._peers.together(self._run))
+        if timed:
+            self.seconds.append(seconds)
+
+    def _place(self) -> None:
+        self._leaves = self._inputs.place(self._compiled.built.in_shardings)
+        jax.block_until_ready(self._leaves)
+
+    def _run(self) -> float:
+        """Seconds of one step on this process."""
+        assert self._leaves is not None
+        self._sync()
         start = time.perf_counter()
         outputs = self._compiled.executable(*self._leaves)
         jax.block_until_ready(outputs)
-        if timed:
-            self.seconds.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         if self._donated and not self._feeds:
             self._leaves = None
         else:
             for source, target in self._carry:
                 if source in self._donated:
                     self._leaves[source] = outputs[target]
+        return seconds
 
     def rest(self) -> None:
         """Gives the inputs back where not all candidates' inputs fit at the same time."""
@@ -110,8 +129,10 @@ def measure(
     keep_inputs: bool = True,
     late: Callable[[], bool] = lambda: False,
     on_round: Callable[[int, Mapping[str, float]], None] | None = None,
+    peers: Peers = ALONE,
+    sync: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
-    """Measures candidates against each other.
+    """Measures candidates against each other. Of a step on several processes the slowest one's time counts.
 
     Args:
         candidates: By name.
@@ -120,11 +141,13 @@ def measure(
         keep_inputs: False where the inputs of all candidates do not fit together: they are made afresh each round.
         late: True once time is up (at least `MIN_ROUNDS` rounds are run).
         on_round: Called after each round with the medians so far.
+        peers: The processes that measure together.
+        sync: Makes the devices of all of them start a step at the same time.
 
     Returns:
         By name; a dropped candidate has fewer rounds.
     """
-    runners = {name: _Runner(name, c, inputs, carry, keep_inputs) for name, c in candidates.items()}
+    runners = {name: _Runner(name, c, inputs, carry, keep_inputs, peers, sync) for name, c in candidates.items()}
     for runner in runners.values():
         for _ in range(WARM_UP):
             runner.step(timed=False)
@@ -139,11 +162,12 @@ def measure(
         medians = {name: float(np.median(r.seconds)) for name, r in runners.items()}
         if on_round is not None:
             on_round(round_number, medians)
+        time_is_up = any(peers.together(late))  # a turn for all to go on, too: one may just have been interrupted
         best = min(active, key=lambda name: medians[name])
         if round_number >= 2:
             active = [n for n in active if min(runners[n].seconds) <= HOPELESS * medians[best]]
         if round_number >= MIN_ROUNDS:
             others = [ratio_interval(runners[n].seconds, runners[best].seconds) for n in active if n != best]
-            if late() or all(i.low > 1.0 for i in others):
+            if time_is_up or all(i.low > 1.0 for i in others):
                 break
     return {n: Measured(float(np.median(r.seconds)), len(r.seconds), tuple(r.seconds)) for n, r in runners.items()}

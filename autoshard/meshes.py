@@ -60,6 +60,20 @@ class MeshInfo:
         return str(self.user.devices.flat[0].device_kind)
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """Numbers of the processes whose devices these are, in order; one for a target, whose devices are not here."""
+        if self.target is not None:
+            return (0,)
+        return tuple(sorted({int(device.process_index) for device in self.user.devices.flat}))
+
+    @property
+    def own_device(self) -> jax.Device:
+        """The first of the devices that this process has."""
+        own = jax.process_index()
+        device: jax.Device = next(d for d in self.user.devices.flat if d.process_index == own)
+        return device
+
+    @property
     def target(self) -> Target | None:
         """What the mesh is of where its devices are not here; None where they are."""
         target: Target | None = getattr(self.user.devices.flat[0], "target", None)

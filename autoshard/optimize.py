@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
 from autoshard.advice import Advised, advise
 from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.apply import rebinder
+from autoshard.bench import Bench
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
 from autoshard.compile_cache import CompileCache, default_folder
@@ -31,7 +33,9 @@ from autoshard.inputs import inputs_for
 from autoshard.interrupt import Interrupts
 from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
+from autoshard.layout import AxisRule, Layout
 from autoshard.meshes import MeshInfo
+from autoshard.multihost import LeadersBench, Outcome, follow, identity_of, joined
 from autoshard.plan import Plan, Verification
 from autoshard.prepare import Pins, Prepared, make_request, prepare
 from autoshard.progress import Progress
@@ -85,7 +89,9 @@ def optimize(
         example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct` (values
             for verifying and measuring are then made here); or a function that returns them.
         mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`; or just a number
-            of devices such as `"8"`: every shape of 1 to 3 axes is predicted, and the best one searched.
+            of devices such as `"8"`: every shape of 1 to 3 axes is predicted, and the best one searched. It may have
+            devices of several processes (`jax.distributed`), which then all make the same call: they search together,
+            the first one decides and keeps the study, and all return the same plan.
         variants: Instead of `fn`, functions by name that do the same work in other ways (`{"remat": f, "plain": g}`),
             each alone or with example arguments of its own (`("batch=64": (f, args)}`): searched jointly.
         samples_per_step: How many samples a step has, by variant where they differ: the time of one is compared.
@@ -127,6 +133,8 @@ def optimize(
         TraceError: If `fn` cannot be traced.
         NoFeasiblePlanError: If nothing fits the memory budget.
         SearchFailedError: If every candidate was rejected.
+        ProcessesError: If the mesh has devices of several processes, and these do not all make the same call, or one
+            of them fails or does not answer.
         AutoshardError: For arguments that are not of the documented form; the message says which and how to mend it.
     """
     given = dict(locals())
@@ -160,15 +168,26 @@ def optimize(
         compilers = CompilePool(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes, cache=cache)
     elif isolate:
         isolation = Isolation(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes)
+    sharing = sharing or Sharing()
     with (
         Interrupts() as interrupts,
-        Progress(progress, interrupts) as reporter,
+        joined(request.mesh, sharing.patience_s, interrupts) as agreement,
+        Progress(progress and (agreement is None or agreement.leads), interrupts) as reporter,
         isolation as isolated,
         compilers as pool,
         ExitStack() as stack,
     ):
         prepared = prepare(request, call)
         problem, program = prepared.problem, prepared.traced.program
+        identity = _identity(prepared, machine, budget_bytes, compiler_options)
+        bench = Bench(prepared, inputs_for(call, program), compiler_options)
+        if agreement is not None:
+            agreement.same(identity_of(prepared, identity))
+            bench.peers = agreement
+            if not agreement.leads:
+                return _planned(bench, follow(agreement, bench, interrupts))
+            bench = LeadersBench(prepared, bench.inputs, compiler_options, agreement, agreement=agreement,
+                                 interrupts=interrupts)  # fmt: skip
         reporter.say(
             f"{program.name}: {len(program.eqns)} equations, {problem.roles.axes.count} logical axes, "
             f"{len(problem.roles.roles)} roles"
@@ -177,8 +196,9 @@ def optimize(
             reporter.say(note)
         predictor = Predictor(problem, machine, call.donated, backend_for(request.mesh.platform))
         started = time.monotonic()
-        identity = _identity(prepared, machine, budget_bytes, compiler_options)
-        shared = stack.enter_context(join(storage, study, sharing or Sharing(), identity, f"{seed} {effort.counts}"))
+        shared = stack.enter_context(join(storage, study, sharing, identity, f"{seed} {effort.counts}"))
+        if agreement is not None:
+            agreement.on_lost = shared.lose
         proposals = shared.propose(
             lambda: propose(
                 problem,
@@ -192,7 +212,7 @@ def optimize(
         )
         bound = _bound_text(proposals, predictor)
         reporter.say(f"{proposals.evaluations} distinct layouts predicted; {bound}")
-        race = Race(prepared, predictor, shared, inputs_for(call, program), budget_bytes, compiler_options, reporter)
+        race = Race(prepared, predictor, shared, bench, budget_bytes, compiler_options, reporter)
         race.isolation = isolated
         race.deadline_s = None if effort.seconds is None else started + effort.seconds
         interrupted = proposals.interrupted
@@ -209,11 +229,10 @@ def optimize(
         if interrupted:
             reporter.say("interrupted; returning the best so far")
         advice = _advice(race, winner) if effort.compiled and not interrupted else ()
-    plan = _plan(race, proposals, winner, compiler_options, interrupted)
-    plan.bound, plan.advice = bound, advice
-    plan.notes += tuple(f"advice: {line}" for line in advice)
-    plan.when, plan.search_s = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic() - began
-    return plan
+        outcome = _outcome(race, proposals, winner, bound, advice, interrupted, time.monotonic() - began)
+        if agreement is not None:
+            agreement.last_command("outcome", **msgspec.to_builtins(outcome))
+        return _planned(bench, outcome)
 
 
 def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
@@ -227,36 +246,62 @@ def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
     return ()
 
 
-def _plan(
-    race: Race, proposals: Proposals, winner: Candidate, compiler_options: CompilerOptions | None, interrupted: bool
-) -> Plan:
+def _outcome(
+    race: Race,
+    proposals: Proposals,
+    winner: Candidate,
+    bound: str,
+    advice: tuple[str, ...],
+    interrupted: bool,
+    search_s: float,
+) -> Outcome:
     winner.trial = replace(winner.trial, status="winner")
     target = race.prepared.request.mesh.target
     if winner.trial.verified is not None:
         found = winner.trial.verified
-        verified = Verification(
-            True, f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
-        )
+        reason = f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
     elif target is not None:
-        verified = Verification(False, race.reference_failure or f"nothing runs on {target}, which is not here")
+        reason = race.reference_failure or f"nothing runs on {target}, which is not here"
     elif interrupted:
-        verified = Verification(False, "the search was interrupted before the comparison")
+        reason = "the search was interrupted before the comparison"
     else:
-        verified = Verification(False, race.reference_failure or "nothing was run: effort compiled=0")
-    prepared = race.prepared
+        reason = race.reference_failure or "nothing was run: effort compiled=0"
+    return Outcome(
+        key=winner.trial.key,
+        rules=tuple(map(str, winner.layout.rules)),
+        inside=winner.layout.inside,
+        verified=winner.trial.verified is not None,
+        reason=reason,
+        trials=tuple(c.trial for c in race.candidates),
+        skipped=proposals.skipped,
+        notes=(*race.prepared.notes, *race.notes, *(f"advice: {line}" for line in advice)),
+        advice=advice,
+        bound=bound,
+        when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        search_s=search_s,
+    )
+
+
+def _planned(bench: Bench, outcome: Outcome) -> Plan:
+    """The plan of what came of a search, on any of its processes."""
+    prepared = bench.prepared
     return Plan(
         user_fn=prepared.request.fn,
         options=prepared.request.options,
         traced=prepared.traced,
-        layout=winner.layout,
+        layout=Layout(prepared.problem, tuple(map(AxisRule.parse, outcome.rules)), outcome.inside),
         mesh=prepared.request.mesh,
         carry=prepared.carry,
-        verified=verified,
-        trials=tuple(c.trial for c in race.candidates),
-        skipped=proposals.skipped,
-        notes=(*prepared.notes, *race.notes),
-        compiler_options=compiler_options,
-        compiled=winner.compiled,
+        verified=Verification(outcome.verified, outcome.reason),
+        trials=outcome.trials,
+        skipped=outcome.skipped,
+        notes=outcome.notes,
+        advice=outcome.advice,
+        compiler_options=bench.compiler_options,
+        compiled=bench.compiled.get(outcome.key),
+        bound=outcome.bound,
+        when=outcome.when,
+        search_s=outcome.search_s,
         rebind=rebinder(prepared.request),
     )
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.bench import Bench
+from autoshard.compile import Built, Compiled, CompilerOptions, build
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import CollectiveOp
-from autoshard.inputs import Inputs, inputs_for
 from autoshard.isolate import Failure, InProcess, Isolation
 from autoshard.layout import EVERYWHERE, OPTIMIZER, Layout
-from autoshard.measure import RunError, measure, ratio_interval
+from autoshard.measure import RunError, ratio_interval
 from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.prepare import Prepared
 from autoshard.progress import Progress
@@ -26,9 +26,7 @@ from autoshard.report import bytes_text, seconds_text
 from autoshard.search.proposer import Proposal
 from autoshard.search.shorten import Shortener
 from autoshard.shared import Shared, adopted
-from autoshard.shrink import Shrunk, shrink
-from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial, Verified
-from autoshard.verify import Reference, Trusted, reference_of, unsharded
+from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial
 
 log = logging.getLogger("autoshard")
 
@@ -83,12 +81,11 @@ class Race:
     prepared: Prepared
     predictor: Predictor
     shared: Shared
-    inputs: Inputs
+    bench: Bench
     budget_bytes: int | None
     compiler_options: CompilerOptions | None
     progress: Progress
     candidates: list[Candidate] = field(default_factory=list)
-    reference: Reference | None = None
     reference_failure: str = ""
     isolation: Isolation | None = None
     notes: list[str] = field(default_factory=list)
@@ -143,6 +140,7 @@ class Race:
         """Takes a candidate out of the race."""
         candidate.trial = candidate.trial.reject(reason)
         candidate.compiled = None
+        self.bench.forget(candidate.trial.key)
         self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
 
     def standing(self) -> str:
@@ -239,11 +237,8 @@ class Race:
                 self.reject(candidate, f"compilation failed: {found.reason}")
                 return
             if found is None or to_run:
-                candidate.compiled = compile_built(
-                    built,
-                    self.prepared.request.mesh,
-                    compiler_options=self.compiler_options,
-                    time_of=lambda ops: self.time_s(compute_s, ops),
+                candidate.compiled = self.bench.compile(
+                    trial.key, candidate.layout, built, lambda ops: self.time_s(compute_s, ops)
                 )
                 found = found or candidate.compiled.evidence
         except Exception as error:
@@ -305,64 +300,50 @@ class Race:
             return
         self.progress.doing(f"verifying {candidate.trial.name}", self.standing())
         try:
-            reference, shrunk = self._reference(candidate)
+            other = self._other(candidate)
+            self.bench.refer(None if other is None else other.trial.key, "" if other is None else other.trial.name)
         except Exception as error:
             self.reference_failure = f"nothing to compare with: {one_line(error)}"
             return
         try:
-            found, agrees = self._compare(candidate.compiled, self.inputs, reference)
-            if agrees and shrunk is not None:
-                small, agrees = self._compare_shrunk(shrunk)
-                text = f"{found.against}, and the {small.against} at sizes divided by up to {shrunk.factor}"
-                found = replace(small if not agrees else found, against=text)
+            compared = self.bench.compare(candidate.trial.key)
+            if other is not None and compared.agrees:
+                small = self.bench.compare_small(candidate.layout)
+                if isinstance(small, str):
+                    self.progress.say(f"{candidate.trial.name}: not compared at smaller sizes, {small}")
+                else:
+                    below, factor = small
+                    text = f"{compared.found.against}, and the {below.found.against} at sizes divided by up to {factor}"
+                    worst = compared if below.agrees else below
+                    compared = replace(worst, found=replace(worst.found, against=text))
         except Exception as error:
             self.reject(candidate, f"running failed: {one_line(error)}")
             return
+        found = compared.found
         candidate.trial = replace(candidate.trial, verified=found)
-        if not agrees:
+        if not compared.agrees:
             self.reject(
                 candidate,
                 f"wrong numbers: {found.leaf} differs from that of the {found.against} by {found.max_abs_err:.3g}, "
                 f"tolerance {found.tolerance:.3g}",
             )
-            return
 
-    def _compare(self, compiled: Compiled, inputs: Inputs, reference: Reference) -> tuple[Verified, bool]:
-        return reference.compare(compiled.executable(*inputs.place(compiled.built.in_shardings)))
+    def _other(self, candidate: Candidate) -> Candidate | None:
+        """What to compare a candidate with: a compiled candidate, or None for the unsharded function.
 
-    def _reference(self, candidate: Candidate) -> tuple[Reference, Shrunk | None]:
-        """What to compare a candidate with, and for the large ones its small sister."""
-        axes = self.prepared.problem.roles.axes
+        Raises:
+            LookupError: If there is neither.
+        """
         whole = self.predictor.predict(replace(candidate.layout, rules=())).peak_bytes
         if whole <= self.predictor.hardware.memory_bytes:
-            if self.reference is None:
-                trusted = unsharded(self.prepared.traced, self.inputs, self.prepared.request.mesh)
-                self.reference = reference_of(trusted, axes, self.inputs)
-            return self.reference, None
-        others = (
-            c for c in self.candidates
-            if c.trial.compiled is not None and c.layout.input_specs() != candidate.layout.input_specs()
-        )  # fmt: skip
-        for other in others:
+            return None
+        for other in self.candidates:
+            if other.trial.compiled is None or other.layout.input_specs() == candidate.layout.input_specs():
+                continue
             self._compile(other, to_run=True)
             if other.compiled is not None:
-                break
-        else:
-            raise LookupError("the unsharded function does not fit on one device, and no second layout was compiled")
-        trusted = Trusted(other.compiled.executable, other.compiled.built.in_shardings, f"layout {other.trial.name}")
-        found = shrink(self.prepared, candidate.layout)
-        if isinstance(found, str):
-            self.progress.say(f"{candidate.trial.name}: not compared at smaller sizes, {found}")
-        return reference_of(trusted, axes, self.inputs), None if isinstance(found, str) else found
-
-    def _compare_shrunk(self, shrunk: Shrunk) -> tuple[Verified, bool]:
-        """Compiles and runs the small sister of a layout, against the unsharded small function."""
-        traced, mesh = shrunk.prepared.traced, shrunk.prepared.request.mesh
-        inputs = inputs_for(traced.call, traced.program)
-        trusted = unsharded(traced, inputs, mesh)
-        reference = reference_of(trusted, shrunk.prepared.problem.roles.axes, inputs)
-        compiled = compile_built(build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options)
-        return self._compare(compiled, inputs, reference)
+                return other
+        raise LookupError("the unsharded function does not fit on one device, and no second layout was compiled")
 
     def late(self) -> bool:
         """True after the deadline (`time.monotonic`)."""
@@ -386,13 +367,11 @@ class Race:
         by_name = {c.trial.name: c for c in candidates if c.compiled is not None}
         while by_name:
             try:
-                found = measure(
-                    {name: c.compiled for name, c in by_name.items() if c.compiled is not None},
-                    self.inputs,
-                    self.prepared.carry,
-                    keep_inputs=self._inputs_fit(list(by_name.values())),
-                    late=self.late,
-                    on_round=lambda n, best: self.progress.doing(
+                found = self.bench.measure(
+                    {name: c.trial.key for name, c in by_name.items()},
+                    self._inputs_fit(list(by_name.values())),
+                    self.late,
+                    lambda n, best: self.progress.doing(
                         f"measuring round {n}: " + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
                     ),
                 )

@@ -172,7 +172,7 @@ class Shared:
             def give_up(reason: str) -> Result:
                 return Result({"trials": [racer.trial.reject(reason).to_dict()], "note": ""})
 
-            return Work(run, give_up, needs, f"{rung} {racer.trial.name}")
+            return Work(run, give_up, needs, f"{rung} {racer.trial.name}", of_one=True)
 
         works = {f"{rung} {racer.trial.key}": work(racer) for racer in racers}
         records = self.tasks.run(works, stop)
@@ -199,6 +199,10 @@ class Shared:
         records = self.tasks.run({task: Work(run, give_up, "measure", f"{rung} {names}")})
         for racer in racers:
             _update(racer, trials_of(records[task]))
+
+    def lose(self, reason: str) -> None:
+        """Ends the task in work: its process is about to end, for this reason."""
+        self.tasks.lose(f"running failed: {reason}")
 
     # Choices --------------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-log = logging.getLogger("autoshard.jobs")
+from autoshard.agreement import LOST
 
-LOST = 70
-"""Exit code of a worker that lost the others of its group (EX_SOFTWARE of sysexits.h)."""
+log = logging.getLogger("autoshard.jobs")
 
 PAUSE_S = 1.0
 

@@ -12,7 +12,7 @@ them (an argmax between near ties).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import LogicalAxes
-from autoshard.inputs import Inputs
+from autoshard.inputs import Inputs, whole
 from autoshard.meshes import MeshInfo
 from autoshard.rewrite import as_function, as_reference
 from autoshard.trace import Traced
@@ -62,7 +62,10 @@ class Reference:
         for path, want, got, tolerance, unstable in zip(
             self.paths, self.outputs, outputs, self.tolerance, self.unstable, strict=True
         ):
-            error = _error(want, to_numpy(got), unstable)
+            error = max(
+                (_error(want[at], piece, None if unstable is None else unstable[at]) for at, piece in pieces_of(got)),
+                default=0.0,
+            )
             here = error / tolerance if tolerance > 0 else (math.inf if error > 0 else 0.0)
             agrees &= error <= tolerance
             if here > ratio:
@@ -70,11 +73,26 @@ class Reference:
         return worst, agrees
 
 
+def pieces_of(leaf: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """(index, value) of the pieces of a leaf that this process has: the whole, or its shards where others have some."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        yield ..., to_numpy(leaf)
+        return
+    seen = set()
+    for shard in leaf.addressable_shards:
+        if (where := str(shard.index)) not in seen:
+            seen.add(where)
+            yield shard.index, to_numpy(shard.data)
+
+
 def to_numpy(leaf: Any) -> np.ndarray:
-    """A leaf on the host; keys as their data, low-precision floats as float32."""
+    """A leaf on the host; keys as their data, low-precision floats as float32.
+
+    One that other processes have a part of is gathered by all of them: they must all come here.
+    """
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    host = np.asarray(leaf)
+    host = whole(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if host.dtype == jax.dtypes.float0:
         return np.zeros(host.shape, np.int8)
     if jnp.issubdtype(host.dtype, jnp.inexact) and host.dtype.itemsize < 4:
@@ -161,10 +179,12 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
     """
     run = jax.jit(as_function(as_reference(traced.original), traced.program.name))
     count = len(inputs.call.avals)
-    alone: tuple[Sharding, ...] = (SingleDeviceSharding(mesh.user.devices.flat[0]),) * count
+    alone: tuple[Sharding, ...] = (SingleDeviceSharding(mesh.own_device),) * count
     try:
         jax.block_until_ready(run(*inputs.place(alone)))
     except ValueError:
+        if len(mesh.processes) > 1:  # so that every process has the whole outputs
+            run = jax.jit(run, out_shardings=NamedSharding(mesh.auto, PartitionSpec()))
         return Trusted(run, (NamedSharding(mesh.auto, PartitionSpec()),) * count, "replicated function")
     return Trusted(run, alone, "unsharded function")
 
@@ -198,14 +218,15 @@ def reference_of(trusted: Trusted, axes: LogicalAxes, inputs: Inputs) -> Referen
 def _nudged(run: Callable[..., Sequence[Any]], inputs: Inputs, shardings: Sequence[Any], seed: int) -> list[np.ndarray]:
     """Outputs with each element of every float input moved by -1, 0 or +1 units in the last place."""
     rng = np.random.default_rng(seed)
-    leaves = []
+    leaves: list[jax.Array] = []
     for leaf in inputs.place(shardings):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            step = rng.integers(-1, 2, leaf.shape)
-            host = np.asarray(leaf)
-            eps = epsilon(leaf.dtype)
-            moved = (host.astype(np.float64) * (1.0 + eps * step)).astype(host.dtype)
-            leaves.append(jax.device_put(jnp.asarray(moved), leaf.sharding))
+            scale = 1.0 + epsilon(leaf.dtype) * rng.integers(-1, 2, leaf.shape)
+            moved = [
+                jax.device_put((np.asarray(s.data).astype(np.float64) * scale[s.index]).astype(leaf.dtype), s.device)
+                for s in leaf.addressable_shards
+            ]
+            leaves.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved))
         else:
             leaves.append(leaf)
     return [to_numpy(out) for out in run(*leaves)]

@@ -81,12 +81,14 @@ class Work:
         give_up: What is recorded where workers keep dying on it; takes the reason.
         needs: What it needs of a worker.
         title: For people.
+        of_one: It is about one candidate, so that what goes wrong is that one's fault.
     """
 
     run: Callable[[], Result]
     give_up: Callable[[str], Result]
     needs: Need
     title: str
+    of_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ class Tasks:
         self._may_beat = False
         self._watch, self._lock = _Watch(), MachineLock()
         self._waiting = False
+        self._at: tuple[int, str, Work] | None = None
         self.alone = where is None
         self._storage: BaseStorage
         if where is None:
@@ -325,14 +328,30 @@ class Tasks:
         if deaths >= DEATHS:
             result = work.give_up(f"{deaths} workers ended while they were at it")
         else:
+            self._at = trial_id, task, work
             try:
                 result = work.run()
             except BaseException as error:
                 self._end(trial_id, "handed back")
                 log.info("handed back: %s (%s)", work.title, type(error).__name__)
                 raise
+            finally:
+                self._at = None
         self._finish(trial_id, task, work.title, result)
         return True
+
+    def lose(self, reason: str) -> None:
+        """Ends the task in work, whose process is about to end; may be called from another thread.
+
+        What is one candidate's fault is recorded as its; else the task is free at once, and this counts as a death.
+        """
+        if self._at is None:
+            return
+        trial_id, task, work = self._at
+        if work.of_one:
+            self._finish(trial_id, task, work.title, work.give_up(reason))
+        else:
+            self._end(trial_id, "stale")
 
     def _claim(self, task: str, title: str) -> int | None:
         if self._may_beat and self._beater is None and self._where is not None:

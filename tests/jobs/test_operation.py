@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from autoshard.agreement import LOST
 from autoshard.cli import app
 from autoshard.cli_doctor import examine
 from autoshard.errors import ArgumentError
 from autoshard.events import log_events
 from autoshard.job import parse_job, read_job
-from autoshard.supervise import LOST, supervise
+from autoshard.supervise import supervise
 from tests.jobs.crew import ROOT
 from tests.jobs.test_workers import ENVIRONMENT, answer, compiled_keys, job_in
 

@@ -1,0 +1,155 @@
+"""What a search does on the devices: compiles layouts, compares their outputs, times them.
+
+All of it is asked for by a candidate's key or layout and answered in plain values, so that several processes can do it
+together (`multihost`). Whatever goes wrong with a layout is an exception, of which the race makes a rejection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.agreement import ALONE, Peers
+from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.inputs import Inputs, inputs_for
+from autoshard.layout import Layout
+from autoshard.measure import measure
+from autoshard.prepare import Prepared
+from autoshard.shrink import shrink
+from autoshard.trial import Measured, Verified
+from autoshard.verify import Reference, Trusted, reference_of, unsharded
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Outputs held against others.
+
+    Attributes:
+        found: The leaf that is farthest off.
+        agrees: Whether all leaves are near enough.
+    """
+
+    found: Verified
+    agrees: bool
+
+    @property
+    def badness(self) -> float:
+        """How far off it is in tolerances; more than 1 does not agree."""
+        error, tolerance = self.found.max_abs_err, self.found.tolerance
+        return error / tolerance if tolerance > 0 else float("inf") if error > 0 else 0.0
+
+
+@dataclass(eq=False)
+class Bench:
+    """The devices of a mesh, with what was compiled for them by key."""
+
+    prepared: Prepared
+    inputs: Inputs
+    compiler_options: CompilerOptions | None
+    peers: Peers = ALONE
+    compiled: dict[str, Compiled] = field(default_factory=dict)
+    _reference: Reference | None = None
+    _referred: str | None = None
+    _start: Callable[[], None] | None = None
+
+    def compile(
+        self, key: str, layout: Layout, built: Built | None, time_of: Callable[[Sequence[Any]], float] | None
+    ) -> Compiled:
+        """Compiles a layout, to run it later.
+
+        Args:
+            key: Of the candidate.
+            layout: Its layout.
+            built: The same, if it was built already.
+            time_of: As for `compile_built`.
+        """
+        mesh = self.prepared.request.mesh
+        built = built or build(self.prepared.traced, layout, mesh)
+        found = compile_built(built, mesh, compiler_options=self.compiler_options, time_of=time_of)
+        self.compiled[key] = found
+        return found
+
+    def forget(self, key: str) -> None:
+        """Drops what was compiled."""
+        self.compiled.pop(key, None)
+
+    def refer(self, other: str | None, name: str) -> None:
+        """Runs what later comparisons are with: the unsharded function, or another compiled layout of this name."""
+        if self._reference is not None and self._referred == other:
+            return
+        if other is None:
+            trusted = unsharded(self.prepared.traced, self.inputs, self.prepared.request.mesh)
+        else:
+            known = self.compiled[other]
+            trusted = Trusted(known.executable, known.built.in_shardings, f"layout {name}")
+        self._reference = reference_of(trusted, self.prepared.problem.roles.axes, self.inputs)
+        self._referred = other
+
+    def compare(self, key: str) -> Compared:
+        """A layout's outputs against those of what `refer` ran last."""
+        assert self._reference is not None
+        return self._run_and_compare(self.compiled[key], self.inputs, self._reference)
+
+    def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
+        """The same at sizes divided by up to a factor, against the unsharded function at these, or why that is not
+        possible; and the factor.
+        """  # noqa: D205 - one sentence
+        shrunk = shrink(self.prepared, layout)
+        if isinstance(shrunk, str):
+            return shrunk
+        traced, mesh = shrunk.prepared.traced, shrunk.prepared.request.mesh
+        inputs = inputs_for(traced.call, traced.program)
+        trusted = unsharded(traced, inputs, mesh)
+        reference = reference_of(trusted, shrunk.prepared.problem.roles.axes, inputs)
+        compiled = compile_built(build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options)
+        return self._run_and_compare(compiled, inputs, reference), shrunk.factor
+
+    def measure(
+        self,
+        keys: Mapping[str, str],
+        keep_inputs: bool,
+        late: Callable[[], bool],
+        on_round: Callable[[int, Mapping[str, float]], None] | None,
+    ) -> dict[str, Measured]:
+        """Times layouts against each other; see `measure.measure`.
+
+        Args:
+            keys: By name.
+            keep_inputs: As there, and so are the others.
+            late: True once time is up.
+            on_round: Called after each round.
+        """
+        return measure(
+            {name: self.compiled[key] for name, key in keys.items()},
+            self.inputs,
+            self.prepared.carry,
+            keep_inputs=keep_inputs,
+            late=late,
+            on_round=on_round,
+            peers=self.peers,
+            sync=self._sync,
+        )
+
+    def _run_and_compare(self, compiled: Compiled, inputs: Inputs, reference: Reference) -> Compared:
+        leaves: list[Any] = []
+        self.peers.together(lambda: leaves.extend(inputs.place(compiled.built.in_shardings)))
+        found, agrees = reference.compare(compiled.executable(*leaves))
+        return Compared(found, agrees)
+
+    def _sync(self) -> None:
+        """Makes devices of several processes wait for each other."""
+        if self.peers is ALONE:
+            return
+        if self._start is None:
+            mesh = self.prepared.request.mesh.auto
+            everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+            ones = jax.make_array_from_callback((mesh.size,), everywhere, lambda index: np.ones(mesh.size)[index])
+            total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
+            self._start = lambda: jax.block_until_ready(total(ones))
+        self._start()

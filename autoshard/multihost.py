@@ -1,0 +1,263 @@
+"""A search by all processes of a mesh (`jax.distributed`): the first one leads, the others do along what it says.
+
+Every process makes the same call of `optimize`. Each traces the function; that all of them were given the same one, the
+same mesh and the same values is made sure of first. Then the leader alone proposes, ranks, partitions and keeps the
+study. What is done on the devices (`Bench`) is done by all: the leader says what the next step is, and a layout is only
+taken on if it compiled, ran and gave the right numbers on every process; of a time, the slowest process's counts. In
+the end the leader tells the others what was found, so that all return the same plan, or raise the same error.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from autoshard import compat, errors
+from autoshard.agreement import Agreement, Ended
+from autoshard.bench import Bench, Compared
+from autoshard.compile import Built, Compiled
+from autoshard.errors import AutoshardError, MeshError, ProcessesError
+from autoshard.inputs import whole
+from autoshard.interrupt import Interrupts
+from autoshard.layout import AxisRule, Layout
+from autoshard.meshes import MeshInfo
+from autoshard.prepare import Prepared
+from autoshard.signature import Call
+from autoshard.trial import Measured, Skipped, Trial
+
+log = logging.getLogger("autoshard.jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a search, for all processes.
+
+    Attributes:
+        key: Of the winner.
+        rules: Its axis rules.
+        inside: Whether it states them inside the function too.
+        verified: Whether its outputs were compared.
+        reason: With what, or why not.
+        trials: Every candidate.
+        skipped: Presets that make no sense.
+        notes: As of the plan, and so are the rest.
+        advice: Changes of the program that would gain more.
+        bound: How much faster any layout could be.
+        when: Date and time of the end.
+        search_s: How long it took.
+    """
+
+    key: str
+    rules: tuple[str, ...]
+    inside: bool
+    verified: bool
+    reason: str
+    trials: tuple[Trial, ...]
+    skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...]
+    advice: tuple[str, ...]
+    bound: str
+    when: str
+    search_s: float
+
+
+@contextmanager
+def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[Agreement | None]:
+    """The agreement of the processes whose devices are in the mesh; None where that is this process alone.
+
+    Args:
+        mesh: Of the search.
+        limit_s: How long another process is waited for.
+        interrupts: Of this process; also interrupted if another process is.
+
+    Raises:
+        MeshError: If none of the devices is this process's.
+        ProcessesError: If the processes do not agree, or one of them fails or does not answer.
+    """
+    if mesh.target is not None or mesh.processes == (jax.process_index(),):
+        yield None
+        return
+    own, members = jax.process_index(), mesh.processes
+    if own not in members:
+        raise MeshError(
+            f"the mesh has devices of processes {list(members)} only, and this is process {own}. Call optimize in "
+            f"those processes, or give it a mesh over all devices."
+        )
+    store = compat.coordination()
+    if store is None:
+        raise MeshError(
+            f"the mesh has devices of processes {list(members)}, which jax.distributed.initialize has not connected. "
+            f"Call it in each of them before anything else."
+        )
+    try:
+        agreement = Agreement(store, own, members, limit_s=limit_s, on_interrupt=_thread.interrupt_main)
+        with agreement:
+            try:
+                yield agreement
+            except AutoshardError as error:
+                if agreement.leads:
+                    agreement.last_command("failed", kind=type(error).__name__, text=str(error))
+                raise
+    except Ended as ended:
+        raise ProcessesError(
+            f"process {own} of {list(members)}: {ended}. All processes must make the same call. With a storage, what "
+            f"was recorded is kept, and the same call goes on from there."
+        ) from None
+
+
+def identity_of_values(call: Call) -> str:
+    """A checksum of the argument values of which every process has the whole; they must be the same."""
+    checksum = 0
+    for leaf in call.leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            continue
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        host = np.ascontiguousarray(whole(leaf) if isinstance(leaf, jax.Array) else leaf)
+        checksum = zlib.crc32(
+            host.view(np.uint8).reshape(-1).data if host.size and host.dtype.itemsize else b"", checksum
+        )
+    return f"{checksum:08x}"
+
+
+@dataclass(eq=False)
+class LeadersBench(Bench):
+    """A bench on which all processes work; for the leader. Its methods tell the others, and do it here as well."""
+
+    agreement: Agreement = field(kw_only=True)
+    interrupts: Interrupts = field(kw_only=True)
+    _forgotten: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def _step(self, what: str, **arguments: Any) -> Iterator[None]:
+        with self.interrupts.held(), self.agreement.step(on_devices=what in ON_DEVICES):
+            self.agreement.command(what, forget=self._forgotten, **arguments)
+            self._forgotten = []
+            yield
+
+    def forget(self, key: str) -> None:
+        """Drops what was compiled."""
+        super().forget(key)
+        self._forgotten.append(key)
+
+    def compile(
+        self, key: str, layout: Layout, built: Built | None, time_of: Callable[[Sequence[Any]], float] | None
+    ) -> Compiled:
+        """Compiles a layout on all processes; see `Bench`."""
+        with self._step("compile", key=key, rules=list(map(str, layout.rules)), inside=layout.inside):
+            self.agreement.together(lambda: _done(Bench.compile(self, key, layout, built, time_of)))
+        return self.compiled[key]
+
+    def refer(self, other: str | None, name: str) -> None:
+        """Runs what is compared with; see `Bench`."""
+        with self._step("refer", other=other, called=name):
+            self.agreement.together(lambda: Bench.refer(self, other, name))
+
+    def compare(self, key: str) -> Compared:
+        """Compares on each process what it has of the outputs; see `Bench`."""
+        with self._step("compare", key=key):
+            return _worst(self.agreement.together(lambda: _plain(Bench.compare(self, key))))
+
+    def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
+        """The same at smaller sizes; see `Bench`."""
+        with self._step("compare_small", rules=list(map(str, layout.rules)), inside=layout.inside):
+            answers = self.agreement.together(lambda: _plain(Bench.compare_small(self, layout)))
+        refused = [answer for answer in answers if isinstance(answer, str)]
+        return refused[0] if refused else (_worst([found for found, _ in answers]), answers[0][1])
+
+    def measure(
+        self,
+        keys: Mapping[str, str],
+        keep_inputs: bool,
+        late: Callable[[], bool],
+        on_round: Callable[[int, Mapping[str, float]], None] | None,
+    ) -> dict[str, Measured]:
+        """Times layouts on all processes; see `Bench`."""
+        with self._step("measure", keys=dict(keys), keep_inputs=keep_inputs):
+            return Bench.measure(self, keys, keep_inputs, late, on_round)
+
+
+ON_DEVICES = frozenset({"refer", "compare", "compare_small", "measure"})
+
+
+def follow(agreement: Agreement, bench: Bench, interrupts: Interrupts) -> Outcome:
+    """Does along what the leader says, until it tells what came of the search.
+
+    Raises:
+        AutoshardError: The leader's.
+        Ended: If the leader ended otherwise.
+    """
+    with interrupts.held():
+        while True:
+            name, arguments = agreement.next_command(lambda: interrupts.seen)
+            if name == "outcome":
+                return msgspec.convert(arguments, Outcome)
+            if name == "failed":
+                kind = getattr(errors, arguments["kind"], None)
+                if isinstance(kind, type) and issubclass(kind, AutoshardError):
+                    raise kind(arguments["text"])
+                raise Ended(f"process {agreement.members[0]} failed ({arguments['text']})")
+            for key in arguments.pop("forget"):
+                bench.forget(key)
+            try:
+                with agreement.step(on_devices=name in ON_DEVICES):
+                    _follow_step(agreement, bench, name, arguments)
+            except Exception as error:  # the leader knows as well: of a layout, what failed on one process failed
+                log.info("%s: %s", name, error)
+
+
+def _follow_step(agreement: Agreement, bench: Bench, name: str, arguments: dict[str, Any]) -> None:
+    problem = bench.prepared.problem
+
+    def layout() -> Layout:
+        return Layout(problem, tuple(map(AxisRule.parse, arguments["rules"])), arguments["inside"])
+
+    if name == "compile":
+        agreement.together(lambda: _done(bench.compile(arguments["key"], layout(), None, None)))
+    elif name == "refer":
+        agreement.together(lambda: bench.refer(arguments["other"], arguments["called"]))
+    elif name == "compare":
+        agreement.together(lambda: _plain(bench.compare(arguments["key"])))
+    elif name == "compare_small":
+        agreement.together(lambda: _plain(bench.compare_small(layout())))
+    elif name == "measure":
+        bench.measure(arguments["keys"], arguments["keep_inputs"], lambda: False, None)
+    else:
+        raise AssertionError(name)
+
+
+def _done(compiled: Compiled) -> None:
+    """What other processes are told of a compiled program: that there is one."""
+
+
+def _plain(found: Any) -> Any:
+    return msgspec.to_builtins(found)
+
+
+def _worst(answers: Sequence[Any]) -> Compared:
+    """Of what each process says of its part of the outputs, what is farthest off; all must agree."""
+    found = msgspec.convert(list(answers), list[Compared])
+    worst = max(found, key=lambda compared: compared.badness)
+    return Compared(worst.found, all(compared.agrees for compared in found))
+
+
+def identity_of(prepared: Prepared, identity: Mapping[str, str]) -> dict[str, str]:
+    """What must be the same on all processes."""
+    devices = ",".join(str(device.id) for device in prepared.request.mesh.user.devices.flat)
+    roles = zlib.crc32(" ".join(role.name for role in prepared.problem.roles.roles).encode())
+    return {
+        **identity,
+        "order of devices": devices,
+        "names of roles": f"{roles:08x}",
+        "values of arguments": identity_of_values(prepared.traced.call),
+    }
