@@ -118,7 +118,7 @@ def _same_devices(a: Sharding, b: Sharding) -> bool:
     return one is not None and two is not None and list(one.devices.flat) == list(two.devices.flat)
 
 
-def _put(host: np.ndarray, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+def _put(host: np.ndarray, aval: Any, sharding: Sharding) -> jax.Array:
     if aval.dtype == jax.dtypes.float0:
         return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
     # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the person's.
@@ -134,6 +134,17 @@ def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
     parts = jax.make_array_from_callback(data.shape, sharding, lambda index: np.array(data[index], copy=True))
     spread: jax.Array = jax.random.wrap_key_data(parts, impl=impl)
     return spread
+
+
+def put(leaf: Any, sharding: Sharding) -> jax.Array:
+    """`jax.device_put`, also for what every process has the whole of onto devices of several processes."""
+    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        placed: jax.Array = jax.device_put(leaf, sharding)
+        return placed
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _keys(np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding)
+    host = np.asarray(leaf)
+    return _put(host.astype(jax.dtypes.canonicalize_dtype(host.dtype)), host, sharding)
 
 
 def inputs_for(call: Call, program: Program) -> Inputs:

@@ -19,6 +19,7 @@ from autoshard.cost_model.hardware import Hardware
 from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.explain import Explanation, explain
 from autoshard.in_place import InPlace
+from autoshard.inputs import put
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.minimise import MinimalConstraints, minimise
@@ -314,10 +315,10 @@ def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, donat
     if isinstance(leaf, jax.Array) and (
         leaf.sharding == sharding or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
     ):
-        return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+        return leaf if leaf.sharding == sharding else put(leaf, sharding)
     if aval.weak_type and not isinstance(leaf, jax.Array):
         return leaf
-    return _private(leaf, sharding) if donated else jax.device_put(leaf, sharding)
+    return _private(leaf, sharding) if donated else put(leaf, sharding)
 
 
 def _private(leaf: Any, sharding: NamedSharding) -> Any:
@@ -325,7 +326,7 @@ def _private(leaf: Any, sharding: NamedSharding) -> Any:
 
     `device_put` reuses the shards that already lie where they should, `may_alias=False` or not.
     """
-    placed = jax.device_put(leaf, sharding)
+    placed = put(leaf, sharding)
     if not isinstance(leaf, jax.Array):
         return placed
     here = leaf.sharding.devices_indices_map(leaf.shape)

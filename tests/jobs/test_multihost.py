@@ -45,7 +45,7 @@ def check_demo(count: int, folder: Path, compiled: int) -> None:
 
 
 def test_two_processes_find_measure_and_apply_a_plan_for_the_demo(tmp_path: Path) -> None:
-    check_demo(2, tmp_path, compiled=3)
+    check_demo(2, tmp_path, compiled=2)
 
 
 @pytest.mark.slow
@@ -53,9 +53,8 @@ def test_four_processes_find_measure_and_apply_a_plan_for_the_demo(tmp_path: Pat
     check_demo(4, tmp_path, compiled=4)
 
 
-@pytest.mark.parametrize("case", ["plain", "global_arrays"])
-def test_all_processes_return_the_same_verified_plan(case: str, found: Found) -> None:
-    plan = same_on_both(found, case)
+def test_all_processes_return_the_same_verified_plan_of_arrays_that_span_them(found: Found) -> None:
+    plan = same_on_both(found, "global_arrays")
     assert plan["verified"][0]
     assert not plan["rejected"]
     assert sum(t["measured"] is not None for t in plan["trials"]) == 2
