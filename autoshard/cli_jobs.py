@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from autoshard.errors import ArgumentError, StudyError
 from autoshard.events import log_events
@@ -27,6 +29,9 @@ from autoshard.standing import standing_json, standing_of, standing_text
 from autoshard.supervise import supervise
 
 WATCH_S = 2.0
+
+RUN_TIMEOUT_S = 3600.0
+"""Compiling what is to be run counts in; nothing that was ever seen to end took longer."""
 
 JOB = "A job file (autoshard.toml), or a factory: pkg.module:factory or file.py:factory"
 
@@ -72,6 +77,10 @@ def worker(
     cpu_devices: CpuDevices = None,
     distributed: Distributed = None,
     lease: Lease = None,
+    run_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds until verifying or measuring a candidate has failed.", show_default="3600"),
+    ] = None,
     restarts: Annotated[int, typer.Option(help="Start again this often after an abort or a kill.")] = 10,
     log_json: LogJson = False,
 ) -> None:
@@ -87,9 +96,12 @@ def worker(
         "storage": storage, "study": study, "mesh": mesh, "target": target, "compiled": compiled,
         "measured": measured, "seed": seed, "cpu_devices": cpu_devices,
         "distributed": distributed, "lease_s": lease,
+        "run_timeout_s": run_timeout,
         "needs": None if needs is None else tuple(part.strip() for part in needs.split(",")),
     }  # fmt: skip
     job = read_job(what, options)
+    if job.run_timeout_s is None:
+        job = job.updated({"run_timeout_s": RUN_TIMEOUT_S})
     if job.storage is None:
         raise ArgumentError("a worker needs the storage of its study: pass --storage, or name it in the job file.")
     plan = with_job(job, progress=False)
@@ -169,10 +181,29 @@ def status(
             standing = standing_of(tasks)
             sys.stdout.write((json.dumps(standing_json(standing)) if as_json else standing_text(standing)) + "\n")
             return
-        with Console().status(name) as line:
-            while True:
-                line.update(f"{name}\n{standing_text(standing_of(tasks))}")
-                time.sleep(WATCH_S)
+        _watch(tasks, name, as_json=as_json)
+
+
+def _watch(tasks: Tasks, name: str, *, as_json: bool) -> None:
+    """Shows how a study stands until Ctrl-C: in place on a terminal, else again whenever it has changed."""
+    console, shown = Console(), ""
+
+    def text() -> str:
+        standing = standing_of(tasks)
+        return json.dumps(standing_json(standing)) if as_json else standing_text(standing)
+
+    with suppress(KeyboardInterrupt):
+        if console.is_terminal and not as_json:
+            with console.status(name) as line:
+                while True:
+                    line.update(escape(f"{name}\n{text()}"))
+                    time.sleep(WATCH_S)
+        while True:
+            before, shown = shown, text()
+            if shown != before:
+                sys.stdout.write(shown + "\n")
+                sys.stdout.flush()
+            time.sleep(WATCH_S)
 
 
 def _only_study(storage: str) -> str:

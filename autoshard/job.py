@@ -7,8 +7,9 @@
     [pins]
     "params/wq" = ["", "model"]
 
-A pin is a list with one entry a dimension: `""` for unsharded, a mesh axis, or a list of mesh axes. Nothing read from a
-job file is executed; its factory is imported as if it stood on the command line, and from the same places.
+Instead of a factory, `[variants]` names one for each way to write the same step (`remat = "train.py:remat"`): all are
+searched. A pin is a list with one entry a dimension: `""` for unsharded, a mesh axis, or a list of mesh axes. Nothing
+read from a job file is executed; factories are imported as if they stood on the command line, from the same places.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Job:
 
     Attributes:
         factory: See `autoshard.factory`.
+        variants: Instead of it, factories by name of functions that do the same work in other ways.
+        samples_per_step: Of each variant, where they differ; the time of one sample is compared.
         mesh: Such as `data=4,model=2`.
         target: Hardware that is not here, such as `tpu:v5e:4x4`.
         cpu_devices: Work on this many CPU devices.
@@ -60,12 +63,15 @@ class Job:
         storage: Where the study is kept.
         study: Its name.
         lease_s: A worker that shows no life for this long has lost its task.
+        run_timeout_s: Until verifying or measuring a candidate has failed, and its worker ends.
         needs: What this worker does.
         compilation_cache: jax's cache of compiled programs; may be shared.
         out: Where to save the spec table.
     """
 
-    factory: str
+    factory: str = ""
+    variants: Mapping[str, str] = field(default_factory=dict)
+    samples_per_step: float | Mapping[str, float] | None = None
     mesh: str | None = None
     target: str | None = None
     cpu_devices: int | None = None
@@ -84,6 +90,7 @@ class Job:
     storage: str | None = None
     study: str | None = None
     lease_s: float = LEASE_S
+    run_timeout_s: float | None = None
     needs: tuple[Need, ...] = NEEDS
     compilation_cache: str | None = None
     out: str | None = None
@@ -139,6 +146,8 @@ def parse_job(text: str, where: str) -> Job:
     unknown = sorted(set(read) - set(known))
     if unknown:
         raise ArgumentError(f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(known)}.")
+    if not ("factory" in read) ^ ("variants" in read):
+        raise ArgumentError(f"job file {where}: it must have either a factory or variants.")
     try:
         return msgspec.convert(read, Job)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -152,7 +161,7 @@ def arguments_of(job: Job) -> dict[str, Any]:
         FactoryError: If the factory fails.
         ArgumentError: If there is no mesh.
     """
-    arguments = call_factory(job.factory)
+    arguments = _arguments_of_variants(job.variants) if job.variants else call_factory(job.factory)
     pins: dict[str, PartitionSpec] = {
         path: PartitionSpec(*(tuple(e) if isinstance(e, list) else e or None for e in entries))
         for path, entries in job.pins.items()
@@ -161,6 +170,7 @@ def arguments_of(job: Job) -> dict[str, Any]:
         "mesh": job.mesh, "target": job.target, "memory_budget_bytes": job.memory_budget, "hardware": job.hardware,
         "storage": job.storage, "study": job.study, "isolate": job.isolate,
         "compile_timeout_s": job.compile_timeout_s, "compile_memory_bytes": job.compile_memory, "pins": pins or None,
+        "samples_per_step": job.samples_per_step,
     }  # fmt: skip
     arguments |= {key: value for key, value in chosen.items() if value is not None}
     arguments.setdefault("isolate", True)
@@ -169,6 +179,28 @@ def arguments_of(job: Job) -> dict[str, Any]:
     if "effort" not in arguments or (job.compiled, job.measured, job.full, job.seconds) != (None,) * 4:
         arguments["effort"] = job.effort
     return arguments | {"seed": job.seed}
+
+
+def _arguments_of_variants(factories: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `optimize` for several functions; but for these and their arguments, factories must agree.
+
+    Raises:
+        FactoryError: If a factory fails.
+        ArgumentError: If they do not agree.
+    """
+    variants: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+    for name, factory in factories.items():
+        made = call_factory(factory)
+        variants[name] = made.pop("fn"), made.pop("example_args")
+        if len(variants) > 1 and made != common:
+            differs = sorted(key for key in {*made, *common} if made.get(key) != common.get(key))
+            raise ArgumentError(
+                f"variant {name!r}: {factory} gives another {', '.join(differs)} than {next(iter(factories))!r}; "
+                f"variants share all arguments but fn and example_args."
+            )
+        common = made
+    return {**common, "fn": None, "example_args": None, "variants": variants}
 
 
 def run_job(job: Job, *, again: bool = False, progress: bool = True) -> Plan:
@@ -183,12 +215,14 @@ def run_job(job: Job, *, again: bool = False, progress: bool = True) -> Plan:
         AutoshardError: As `optimize` does.
     """
     arguments = arguments_of(job)
-    sharing = Sharing(job.needs, job.lease_s, again=again)
+    sharing = Sharing(job.needs, job.lease_s, again=again, run_limit_s=job.run_timeout_s)
     try:
         plan = optimize(**arguments, sharing=sharing, progress=progress)
     except TypeError as error:
         if "unexpected keyword argument" in str(error) and "optimize" in str(error):
-            raise ArgumentError(f"{job.factory}: the factory gives what optimize does not take: {error}") from None
+            raise ArgumentError(
+                f"{job.factory or dict(job.variants)}: the factory gives what optimize does not take: {error}"
+            ) from None
         raise
     if job.out is not None and jax.process_index() == 0:
         plan.table.save(job.out)

@@ -44,21 +44,24 @@ class Sharing:
         needs: What it does: `predict` (any machine), `compile` (any machine with the devices or the target), `measure`
             (the real devices, also for verifying; one worker at a time on a machine). For the rest it waits for others.
         lease_s: A worker that shows no life for this long has lost its task.
-        patience_s: How long the storage may be away.
+        patience_s: How long the storage may be away, and other processes of one search may take to answer.
         again: Measure once more what was measured before, on this machine.
+        run_limit_s: Verifying or measuring a candidate that takes longer has failed. What hangs on the devices cannot
+            be stopped: this process ends with exit code 70, to be started again. None for as long as it takes.
     """
 
     needs: tuple[Need, ...] = NEEDS
     lease_s: float = LEASE_S
     patience_s: float = PATIENCE_S
     again: bool = False
+    run_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         odd = [need for need in self.needs if need not in NEEDS]
         if odd or not self.needs:
             raise ArgumentError(f"needs={self.needs!r}: choose from {', '.join(NEEDS)}.")
-        if not (self.lease_s > 0 and self.patience_s >= 0):
-            raise ArgumentError(f"{self!r}: lease_s must be more than 0 and patience_s at least 0.")
+        if not (self.lease_s > 0 and self.patience_s >= 0 and (self.run_limit_s is None or self.run_limit_s > 0)):
+            raise ArgumentError(f"{self!r}: lease_s and run_limit_s must be more than 0, patience_s at least 0.")
 
 
 @contextmanager
@@ -79,7 +82,14 @@ def join(
     """
     where = None if storage is None else str(storage)
     name = study or f"autoshard-{identity['program'][:12]}-{identity['mesh']}"
-    with Tasks(where, name, needs=sharing.needs, lease_s=sharing.lease_s, patience_s=sharing.patience_s) as tasks:
+    with Tasks(
+        where,
+        name,
+        needs=sharing.needs,
+        lease_s=sharing.lease_s,
+        patience_s=sharing.patience_s,
+        limit_s=sharing.run_limit_s,
+    ) as tasks:
         shared = Shared(tasks, settings, again=sharing.again)
         shared.check(identity, f"{name!r} in {where}")
         yield shared

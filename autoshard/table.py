@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -184,7 +185,7 @@ class SpecTable(msgspec.Struct, frozen=True):
         """Writes the table; the directory is made if it does not exist, and the file appears whole or not at all."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(target.name + ".tmp")
+        draft = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")  # others may save the same at this time
         draft.write_text(self.dumps(), encoding="utf-8")
         draft.replace(target)
 

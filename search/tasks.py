@@ -16,10 +16,11 @@ import logging
 import os
 import random
 import socket
+import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -29,6 +30,7 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from autoshard.agreement import LOST
 from autoshard.errors import StudyError
 from autoshard.search.beater import BEAT, Beater
 from autoshard.search.connect import PATIENCE_S, close_storage, open_storage, patiently, study_id_of
@@ -187,16 +189,25 @@ class _Watch:
     """When each claim's beat last changed, by this process's own clock."""
 
     seen: dict[int, tuple[object, float]] = field(default_factory=dict)
+    looked_s: float = 0.0
 
-    def is_stale(self, trial: FrozenTrial, now_s: float) -> bool:
-        """True once its beat has not changed for its lease."""
-        beat = trial.user_attrs.get(BEAT)
-        before = self.seen.get(trial._trial_id)
-        if before is None or before[0] != beat:
-            self.seen[trial._trial_id] = beat, now_s
-            return False
-        claim = claim_of(trial)
-        return now_s - before[1] > (LEASE_S if claim is None else claim.lease_s)
+    def stale(self, claims: Iterable[FrozenTrial], now_s: float) -> list[FrozenTrial]:
+        """The claims whose beat has not changed for their lease, with this process looking on.
+
+        While the storage was away no beat could be written: time in which nobody looked does not count.
+        """
+        blind_s, self.looked_s = now_s - self.looked_s, now_s
+        found = []
+        for trial in claims:
+            beat = trial.user_attrs.get(BEAT)
+            claim = claim_of(trial)
+            lease_s = LEASE_S if claim is None else claim.lease_s
+            before = self.seen.get(trial._trial_id)
+            if before is None or before[0] != beat or blind_s > lease_s:
+                self.seen[trial._trial_id] = beat, now_s
+            elif now_s - before[1] > lease_s:
+                found.append(trial)
+        return found
 
 
 class Tasks:
@@ -210,6 +221,7 @@ class Tasks:
         needs: Sequence[Need] = NEEDS,
         lease_s: float = LEASE_S,
         patience_s: float = PATIENCE_S,
+        limit_s: float | None = None,
         create: bool = True,
     ) -> None:
         """Connects.
@@ -220,6 +232,8 @@ class Tasks:
             needs: Tasks of these needs are done here; for others this worker waits.
             lease_s: See the module's docstring.
             patience_s: How long the storage may be away.
+            limit_s: A task on the devices that takes longer has failed, and this process is ended, since nothing else
+                can stop what runs there. None for as long as it takes.
             create: Make the study where there is none.
 
         Raises:
@@ -227,7 +241,7 @@ class Tasks:
         """
         self.owner = f"{socket.gethostname()}:{os.getpid()}"
         self.needs, self._lease_s, self._patience_s = tuple(needs), lease_s, patience_s
-        self._where = where
+        self._where, self._limit_s = where, limit_s
         self._beater: Beater | None = None
         self._may_beat = False
         self._watch, self._lock = _Watch(), MachineLock()
@@ -329,6 +343,10 @@ class Tasks:
             result = work.give_up(f"{deaths} workers ended while they were at it")
         else:
             self._at = trial_id, task, work
+            limit = threading.Timer(self._limit_s or 0.0, self._expire)
+            limit.daemon = True
+            if self._limit_s is not None and work.needs == "measure":
+                limit.start()
             try:
                 result = work.run()
             except BaseException as error:
@@ -336,6 +354,7 @@ class Tasks:
                 log.info("handed back: %s (%s)", work.title, type(error).__name__)
                 raise
             finally:
+                limit.cancel()
                 self._at = None
         self._finish(trial_id, task, work.title, result)
         return True
@@ -352,6 +371,13 @@ class Tasks:
             self._finish(trial_id, task, work.title, work.give_up(reason))
         else:
             self._end(trial_id, "stale")
+
+    def _expire(self) -> None:
+        log.error("a task on the devices took longer than %g s; this process ends", self._limit_s)
+        try:
+            self.lose(f"running failed: it took longer than {self._limit_s:g} s")
+        finally:
+            os._exit(LOST)
 
     def _claim(self, task: str, title: str) -> int | None:
         if self._may_beat and self._beater is None and self._where is not None:
@@ -423,9 +449,8 @@ class Tasks:
 
     def _reap(self, board: Board) -> None:
         """Ends claims that are stale."""
-        now_s = time.monotonic()
-        for trial in board.claims.values():
-            if self._watch.is_stale(trial, now_s) and self._end(trial._trial_id, "stale"):
+        for trial in self._watch.stale(board.claims.values(), time.monotonic()):
+            if self._end(trial._trial_id, "stale"):
                 claim = claim_of(trial)
                 title, owner = ("?", "?") if claim is None else (claim.title, claim.owner)
                 log.warning("stale: %s, no beat from %s for its lease; it is free again", title, owner)

@@ -34,6 +34,10 @@ def evaluate(number: int, seconds: float, log: Path, what: str) -> Result:
         file.write(f"{number}\n")
     if what == "abort" and number == 3:
         os.abort()
+    if what == "killed" and number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
+    if what == "measure hang" and number == 3:
+        time.sleep(1000)
     if what == "busy":
         hold_the_interpreter(seconds)
     else:
@@ -50,13 +54,36 @@ def hold_the_interpreter(seconds: float) -> None:
         sleep(900_000)
 
 
+def die_while_appending(number: int) -> None:
+    """At the nth append to a journal this process writes half of the record and is killed, the file's lock in hand."""
+    import autoshard.search.journal as journal
+
+    real, appends = os.pwrite, []
+
+    class Half:
+        """The module `os`, as the journal sees it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def pwrite(self, file: int, data: bytes, offset: int) -> int:
+            appends.append(offset)
+            if len(appends) == number:
+                real(file, data[: len(data) // 2], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(file, data, offset)
+
+    journal.os = Half()  # type: ignore[assignment]
+
+
 def works(count: int, seconds: float, log: Path, what: str = "") -> dict[str, Work]:
     def work(number: int) -> Work:
         return Work(
             lambda: evaluate(number, seconds, log, what),
             lambda reason: Result({"number": number, "rejected": reason}),
-            "measure" if what == "measure" else "compile",
+            "measure" if what.startswith("measure") else "compile",
             f"candidate {number}",
+            of_one=True,
         )
 
     return {f"compile {number}": work(number) for number in range(count)}
@@ -118,8 +145,11 @@ def evaluations(log: Path) -> list[int]:
 def main() -> None:
     where, study, count, seconds, log, what = sys.argv[1:7]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if what.startswith("append "):
+        die_while_appending(int(what.split()[1]))
+    limit_s = 2.0 if what == "measure hang" else None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-    with Tasks(where, study, lease_s=LEASE_S, patience_s=60) as tasks:
+    with Tasks(where, study, lease_s=LEASE_S, patience_s=60, limit_s=limit_s) as tasks:
         found = tasks.run(works(int(count), float(seconds), Path(log), what))
     best = min((r for r in found.values() if "rejected" not in r), key=lambda r: value_of(r["number"]))
     print(json.dumps({"tasks": len(found), "best": best["number"]}), file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
+from autoshard import Effort, optimize
 from autoshard.errors import StudyError
+from autoshard.report_html import report_html
 from autoshard.search.connect import open_storage
 from autoshard.search.tasks import Tasks
+from autoshard.standing import standing_json, standing_of, standing_text
 from tests.jobs.crew import ROOT, crew, evaluations, task_of, wait_for, works
 from tests.jobs.postgres import PASSWORD, Server
+from tests.models import mlp_args, mlp_step
 
 
 def test_four_workers_share_a_budget_exactly(server: Server, tmp_path: Path) -> None:
@@ -26,18 +31,19 @@ def test_four_workers_share_a_budget_exactly(server: Server, tmp_path: Path) -> 
     assert sorted(evaluations(log)) == list(range(24))
 
 
-def test_a_server_that_restarts_is_waited_for(server: Server, tmp_path: Path) -> None:
-    log = tmp_path / "evaluations.log"
-    with crew(2, server.url, 12, 0.3, log, study="restart") as workers:
+@pytest.mark.parametrize("away_s", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_server_that_restarts_is_waited_for(away_s: int, server: Server, tmp_path: Path) -> None:
+    log, study = tmp_path / "evaluations.log", f"restart {away_s}"
+    with crew(2, server.url, 12, 0.3, log, study=study) as workers:
         wait_for(lambda: len(evaluations(log)) >= 4)
         server.stop()
-        time.sleep(3)
+        time.sleep(away_s)
         server.start()
         said = [worker.communicate(timeout=120)[1] for worker in workers]
     assert [json.loads(text.splitlines()[-1])["tasks"] for text in said] == [12, 12]
     assert any("is away" in text for text in said)
     assert not any(PASSWORD in text for text in said)
-    with Tasks(server.url, "restart", create=False) as tasks:
+    with Tasks(server.url, study, create=False) as tasks:
         trials = tasks.trials()
     done = [task_of(t) for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
     assert sorted(done) == sorted(f"compile {i}" for i in range(12))
@@ -71,6 +77,31 @@ def test_workers_behind_the_grpc_proxy(server: Server, tmp_path: Path) -> None:
         proxy.wait()
     assert [found["tasks"] for found in said] == [8, 8]
     assert sorted(evaluations(log)) == list(range(8))
+
+
+@pytest.mark.slow
+def test_sixteen_processes_start_in_the_same_second(server: Server, tmp_path: Path) -> None:
+    log = tmp_path / "evaluations.log"
+    with crew(16, server.url, 40, 0.1, log, study="sixteen") as workers:
+        said = [json.loads(worker.communicate(timeout=300)[1].splitlines()[-1]) for worker in workers]
+    assert said == [{"tasks": 40, "best": 17}] * 16
+    assert sorted(evaluations(log)) == list(range(40))
+
+
+def test_a_password_is_in_nothing_that_is_written(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG, "autoshard")
+    effort = Effort(compiled=1, measured=1)
+    plan = optimize(mlp_step, mlp_args(), "data=4,model=2", effort=effort, storage=server.url, study="secret")
+    plan.table.save(tmp_path / "table.json")
+    pages = [(tmp_path / "table.json").read_text(), report_html(plan.table), str(plan), repr(plan), *plan.notes]
+    pages += [json.dumps(plan.records()), caplog.text, *capfd.readouterr()]
+    with Tasks(server.url, "secret", create=False) as tasks:
+        pages += [str(trial.user_attrs) for trial in tasks.trials()]
+        pages += [standing_text(standing_of(tasks)), json.dumps(standing_json(standing_of(tasks)))]
+    assert "claimed: compile" in caplog.text
+    assert not any(PASSWORD in page for page in pages)
 
 
 @pytest.mark.bench

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import TrialState, create_trial
 
+from autoshard.agreement import LOST
 from autoshard.errors import StudyError
 from autoshard.search.beater import Beater
-from autoshard.search.tasks import DEATHS, Board, Result, Tasks, Work, record_of
+from autoshard.search.machine import MachineLock
+from autoshard.search.tasks import DEATHS, Board, Result, Tasks, Work, _Watch, record_of
+from autoshard.search.tasks import LEASE_S as LEASE_LONG_S
 from tests.jobs.crew import LEASE_S, board_of, crew, evaluations, task_of, value_of, wait_for, works
 
 
@@ -72,6 +76,70 @@ def test_a_worker_that_is_killed_loses_nothing_and_its_task_runs_again_once(wher
     assert Counter(evaluations(log)) == {0: 1, 1: 2, 2: 1}
     assert board_of(where).deaths == {"compile 1": 1}
     check_complete(where, 3)
+
+
+@pytest.fixture
+def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock for measuring that nobody else on this machine takes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_a_worker_that_is_killed_while_measuring_frees_the_machine_and_its_task(
+    where: str, log: Path, own_machine: None
+) -> None:
+    with crew(1, where, 3, 1.0, log, "measure") as (worker,):
+        wait_for(lambda: len(evaluations(log)) == 2)
+        assert not MachineLock().take()  # it has the machine
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    finish_alone(where, 3, log, "measure")
+    assert Counter(evaluations(log)) == {0: 1, 1: 2, 2: 1}
+    assert board_of(where).deaths == {"compile 1": 1}
+    check_complete(where, 3)
+
+
+@pytest.mark.filterwarnings("ignore:The value of `grace_period`")
+@pytest.mark.parametrize("append", [1, 2, 3, 4, 5, 6])
+def test_a_worker_that_is_killed_while_writing_loses_no_finished_evaluation(
+    append: int, where: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a record at the end of the journal, and the lock held by a dead process: claims, records, states in turn."""
+    with crew(1, where, 2, 0.0, log, f"append {append}") as (worker,):
+        worker.communicate(timeout=60)
+        assert worker.returncode == -signal.SIGKILL
+    assert os.path.lexists(f"{where.removeprefix('journal:')}.lock")
+    monkeypatch.setattr("autoshard.search.journal.LOCK_GRACE_S", 1)
+    before = set(board_of(where).results) if append > 1 else set()
+    finish_alone(where, 2, log)
+    counts = Counter(evaluations(log))
+    assert set(counts) == {0, 1}
+    assert all(counts[number] == 1 for number in range(2) if f"compile {number}" in before)
+    assert sum(counts.values()) <= 3
+    check_complete(where, 2)
+
+
+def test_a_candidate_that_hangs_on_the_devices_is_rejected_and_ends_its_worker(
+    where: str, log: Path, own_machine: None
+) -> None:
+    with crew(1, where, 5, 0.0, log, "measure hang") as (worker,):
+        said = worker.communicate(timeout=100)[1]
+        assert worker.returncode == LOST
+    assert "took longer than 2 s; this process ends" in said
+    found = finish_alone(where, 5, log, "measure")
+    assert found["compile 3"]["rejected"] == "running failed: it took longer than 2 s"
+    assert sorted(evaluations(log)) == list(range(5))
+
+
+def test_time_in_which_the_storage_was_away_counts_against_nobody() -> None:
+    watch = _Watch()
+    claim = create_trial(state=TrialState.RUNNING, user_attrs={"beat": 1})
+    assert not watch.stale([claim], 100.0)
+    for now_s in range(101, 101 + int(LEASE_LONG_S)):
+        assert not watch.stale([claim], float(now_s))
+    assert watch.stale([claim], 102.0 + LEASE_LONG_S) == [claim]
+    assert not watch.stale([claim], 1000.0)  # nobody looked for long
+    assert not watch.stale([claim], 1001.0)
 
 
 def test_two_reapers_requeue_an_orphan_once(where: str, log: Path) -> None:
@@ -142,11 +210,14 @@ def test_a_candidate_that_kills_its_workers_is_given_up(where: str, log: Path) -
 
 
 @pytest.mark.slow
-def test_a_candidate_that_aborts_ends_its_workers_not_the_job(where: str, log: Path) -> None:
+@pytest.mark.parametrize(("what", "how"), [("abort", signal.SIGABRT), ("killed", signal.SIGKILL)])
+def test_a_candidate_that_aborts_ends_its_workers_not_the_job(
+    what: str, how: signal.Signals, where: str, log: Path
+) -> None:
     for _ in range(DEATHS):
-        with crew(1, where, 5, 0.0, log, "abort") as (worker,):
+        with crew(1, where, 5, 0.0, log, what) as (worker,):
             worker.communicate(timeout=60)
-            assert worker.returncode == -signal.SIGABRT
+            assert worker.returncode == -how
     finish_alone(where, 5, log)
     assert Counter(evaluations(log)) == {0: 1, 1: 1, 2: 1, 3: DEATHS, 4: 1}
 
@@ -203,6 +274,33 @@ def test_a_storage_that_comes_back_goes_on(where: str, log: Path, tmp_path: Path
     check_complete(where, 8)
 
 
+@pytest.mark.slow
+def test_a_storage_that_is_away_for_half_a_minute_costs_nothing(where: str, log: Path, tmp_path: Path) -> None:
+    """The directory of the journal goes away and comes back, as a network file system does."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    where = f"journal:{folder / 'study.log'}"
+    with crew(2, where, 12, 1.0, log) as workers:
+        wait_for(lambda: len(evaluations(log)) >= 4)
+        folder.rename(tmp_path / "gone")
+        time.sleep(30)
+        (tmp_path / "gone").rename(folder)
+        said = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert any("is away" in text for text in said)
+    assert sorted(evaluations(log)) == list(range(12))
+    assert not board_of(where).deaths
+    check_complete(where, 12)
+
+
+@pytest.mark.slow
+def test_sixteen_processes_start_in_the_same_second(where: str, log: Path) -> None:
+    with crew(16, where, 40, 0.1, log) as workers:
+        said = [json.loads(worker.communicate(timeout=300)[1].splitlines()[-1]) for worker in workers]
+    assert said == [{"tasks": 40, "best": 17}] * 16
+    assert sorted(evaluations(log)) == list(range(40))
+    check_complete(where, 40)
+
+
 def test_decisions_are_those_of_the_first(where: str) -> None:
     one, two = Tasks(where, "s"), Tasks(where, "s")
     assert one.decide("order", ["a", "b"]) == ["a", "b"]
@@ -219,8 +317,6 @@ def test_a_worker_waits_for_those_who_can_do_the_rest(where: str, log: Path) -> 
 
 
 def test_one_at_a_time_measures_on_a_machine(tmp_path: Path) -> None:
-    from autoshard.search.machine import MachineLock
-
     one, two = MachineLock(tmp_path / "lock"), MachineLock(tmp_path / "lock")
     assert one.take()
     assert not two.take()
