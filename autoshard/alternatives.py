@@ -19,6 +19,7 @@ from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, Sear
 from autoshard.ladder import Effort
 from autoshard.plan import Plan
 from autoshard.report import bytes_text, seconds_text
+from autoshard.throughput import checked_samples
 from autoshard.trial import Predicted, Trial
 
 AXIS_NAMES = ("data", "model"), ("data", "fsdp", "model")
@@ -138,9 +139,9 @@ def over_variants(search: Search, given: Mapping[str, Any], variants: Mapping[st
                 f"variant {name!r}: give a function, or (function, example arguments), and example_args for the others."
             )
         of_step = samples[name] if isinstance(samples, Mapping) else samples
-        if of_step is not None and not of_step > 0:
-            raise ArgumentError(f"variant {name!r}: samples_per_step={of_step!r}; it must be more than 0.")
-        alternatives.append(Alternative(name, {**given, "fn": fn, "example_args": args}, of_step or 1.0))
+        of_step = checked_samples(of_step, f"variant {name!r}: ")
+        arguments = {**given, "fn": fn, "example_args": args, "samples_per_step": of_step}
+        alternatives.append(Alternative(name, arguments, of_step or 1.0))
     return _best(search, alternatives, "variant")
 
 

@@ -26,6 +26,7 @@ from autoshard.search.presets import presets
 from autoshard.signature import Call
 from autoshard.table import SpecTable
 from autoshard.target import mesh_on
+from autoshard.throughput import checked_samples
 
 
 def apply(
@@ -45,6 +46,7 @@ def apply(
     user_constraints: str = "pin",
     compiler_options: CompilerOptions | None = None,
     constraints: str = "anchors",
+    samples_per_step: float | None = None,
 ) -> Plan:
     """Applies a known layout; searches nothing, compiles at the first call.
 
@@ -66,6 +68,7 @@ def apply(
         compiler_options: As for `optimize`.
         constraints: `"anchors"` states the layout inside the function too, `"arguments"` on arguments and outputs only.
             A table or plan decides for itself.
+        samples_per_step: How many samples a step has, for the throughput that `plan.explain()` prints.
 
     Returns:
         The plan. It is not verified: nothing is run here.
@@ -82,6 +85,7 @@ def apply(
     )  # fmt: skip
     if constraints not in ("anchors", "arguments"):
         raise ArgumentError(f"constraints={constraints!r}; use 'anchors' or 'arguments'.")
+    samples = checked_samples(samples_per_step)
     prepared = prepare(request, call)
     if isinstance(layout, Path) or (isinstance(layout, str) and (layout.endswith(".json") or Path(layout).is_file())):
         layout = SpecTable.load(layout)
@@ -111,6 +115,7 @@ def apply(
         verified=Verification(False, reason),
         notes=tuple(notes),
         compiler_options=compiler_options,
+        samples_per_step=samples,
         rebind=rebinder(request),
     )
 

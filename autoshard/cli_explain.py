@@ -22,6 +22,7 @@ def explain(
     minimal: Annotated[bool, typer.Option("--minimal", help="The fewest constraints, as lines to paste.")] = False,
     patch: Annotated[bool, typer.Option("--patch", help="The same as a diff for `git apply`.")] = False,
     hardware: Annotated[str | None, typer.Option(help="Preset, or a file written by calibration.")] = None,
+    samples_per_step: Annotated[float | None, typer.Option(help="Samples of a step, for the throughput.")] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
 ) -> None:
     """Says what a plan moves, from which source line and rule, what each device stores, and why no preset is better."""
@@ -31,6 +32,8 @@ def explain(
     known = set(inspect.signature(apply).parameters)
     arguments: dict[str, Any] = {k: v for k, v in call_factory(factory).items() if k in known}
     arguments |= {"mesh": ",".join(f"{name}={size}" for name, size in axes.items()), "layout": loaded}
+    if samples_per_step is not None:
+        arguments["samples_per_step"] = samples_per_step
     plan = apply(**arguments)
     plan.trials = tuple(trials_of(loaded))
     if patch:

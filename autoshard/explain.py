@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from autoshard.cost_model.collectives import joint
 from autoshard.cost_model.hardware import Hardware
-from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import Collective, CollectiveOp
 from autoshard.hlo import read_collectives
 from autoshard.layout import AxisRule, Layout, shard_count
 from autoshard.otherwise import predictor_for, role_of
 from autoshard.program import Value
 from autoshard.report import bytes_text, render, seconds_text
+from autoshard.throughput import Throughput
 from autoshard.trace import name_stack_of, source_line
 from autoshard.trial import Trial
 
@@ -60,8 +61,7 @@ class Explanation:
         attributed: Share of the compiled collective bytes whose source line is known.
         stored_bytes: What one device stores, by what it is for; `whose` says whose word each is.
         whose: `predicted` or `compiled`, by the same names.
-        prediction: Of the plan.
-        alone_s: Predicted seconds of the step on one device.
+        throughput: Of the plan, predicted.
         compiled_s: Predicted compute with the compiled collectives; None if nothing can be compiled here.
         measured_s: Median of the search's rounds; None if it was not measured.
         reasons: For each preset of the search that is not the plan, the one reason that decides.
@@ -71,8 +71,7 @@ class Explanation:
     attributed: float
     stored_bytes: Mapping[str, int]
     whose: Mapping[str, str]
-    prediction: Prediction
-    alone_s: float
+    throughput: Throughput
     compiled_s: float | None
     measured_s: float | None
     reasons: tuple[tuple[str, str], ...]
@@ -93,7 +92,6 @@ def explain(plan: Plan, hardware: Hardware | str | None = None) -> Explanation:
     """
     predictor = predictor_for(plan, hardware)
     prediction = predictor.predict(plan.layout)
-    alone = predictor.predict(replace(plan.layout, rules=()))
     winner = next((t for t in plan.trials if t.status == "winner"), None)
     ops: tuple[CollectiveOp, ...] = ()
     compiled_s: float | None = None
@@ -127,8 +125,7 @@ def explain(plan: Plan, hardware: Hardware | str | None = None) -> Explanation:
         attributed=known / total if total else 1.0,
         stored_bytes=stored | rest,
         whose=whose,
-        prediction=prediction,
-        alone_s=alone.compute_s,
+        throughput=predictor.throughput(plan.layout, plan.samples_per_step),
         compiled_s=compiled_s,
         measured_s=winner.measured.median_s if winner is not None and winner.measured is not None else None,
         reasons=tuple(_reasons(plan, predictor, winner)),
@@ -274,23 +271,22 @@ def _memory_table(found: Explanation) -> Table:
 
 
 def _throughput_table(found: Explanation) -> Table:
-    p = found.prediction
+    t = found.throughput
     table = Table(title="throughput: one step", title_justify="left")
     for name in ("what", "value", "by"):
         table.add_column(name, no_wrap=True, justify="right" if name == "value" else "left")
     rows = [
-        ("compute", seconds_text(p.compute_s), "predicted"),
-        ("communication", seconds_text(p.comm_s), "predicted"),
-        ("step", seconds_text(p.time_s), "predicted"),
-        ("efficiency, compute / (compute + communication)", f"{p.compute_s / max(p.compute_s + p.comm_s, 1e-30):.0%}",
-         "predicted"),
-        ("speed-up over one device", f"{found.alone_s / max(p.time_s, 1e-30):.1f}", "predicted"),
-        ("steps a second", f"{1 / max(p.time_s, 1e-30):.3g}", "predicted"),
-    ]  # fmt: skip
-    if found.compiled_s is not None:
-        rows.append(("step", seconds_text(found.compiled_s), "compiled collectives, predicted compute"))
-    if found.measured_s is not None:
-        rows.append(("step", seconds_text(found.measured_s), "measured"))
+        ("compute", seconds_text(t.compute_s), "predicted"),
+        ("communication", seconds_text(t.comm_s), "predicted"),
+        ("efficiency, compute / (compute + communication)", f"{t.efficiency:.0%}", "predicted"),
+        ("speed-up over one device", f"{t.speed_up:.1f}", "predicted"),
+    ]
+    words = ((t.step_s, "predicted"), (found.compiled_s, "compiled collectives, predicted compute"),
+             (found.measured_s, "measured"))  # fmt: skip
+    for step_s, word in words:
+        if step_s is not None:
+            rows.append(("step", seconds_text(step_s), word))
+            rows += [(f"{what} a second", f"{rate:.3g}", word) for what, rate in t.per_s(step_s)]
     for row in rows:
         table.add_row(*row)
     return table

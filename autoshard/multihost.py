@@ -33,6 +33,7 @@ from autoshard.layout import AxisRule, Layout
 from autoshard.meshes import MeshInfo
 from autoshard.prepare import Prepared
 from autoshard.signature import Call
+from autoshard.throughput import Throughput
 from autoshard.trial import Measured, Skipped, Trial
 
 log = logging.getLogger("autoshard.jobs")
@@ -53,6 +54,7 @@ class Outcome:
         notes: As of the plan, and so are the rest.
         advice: Changes of the program that would gain more.
         bound: How much faster any layout could be.
+        throughput: Of the plan, predicted.
         when: Date and time of the end.
         search_s: How long it took.
     """
@@ -67,6 +69,7 @@ class Outcome:
     notes: tuple[str, ...]
     advice: tuple[str, ...]
     bound: str
+    throughput: Throughput
     when: str
     search_s: float
 

@@ -46,6 +46,7 @@ from autoshard.tabulate import own_version
 from autoshard.target import mesh_on
 from autoshard.target_ladder import climb_target
 from autoshard.target_topology import require_compiler
+from autoshard.throughput import Throughput, checked_samples
 
 _SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 _UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
@@ -94,7 +95,8 @@ def optimize(
             the first one decides and keeps the study, and all return the same plan.
         variants: Instead of `fn`, functions by name that do the same work in other ways (`{"remat": f, "plain": g}`),
             each alone or with example arguments of its own (`("batch=64": (f, args)}`): searched jointly.
-        samples_per_step: How many samples a step has, by variant where they differ: the time of one is compared.
+        samples_per_step: How many samples a step has, by variant where they differ: the time of one is compared, and
+            the throughput printed.
         target: Hardware that is not here, such as `"tpu:v5e:4x4"`, with `mesh` as text; see `autoshard.target`. Nothing
             is run on it: candidates are compiled by its real compiler, in processes of their own, and not measured.
         example_kwargs: Keyword arguments.
@@ -145,6 +147,7 @@ def optimize(
         return over_mesh_shapes(optimize, given)
     if fn is None or example_args is None or isinstance(mesh, int):
         raise ArgumentError("optimize needs fn and example_args, or variants.")
+    samples = checked_samples(samples_per_step)
     began = time.monotonic()
     effort = Effort() if effort is None else effort
     budget_bytes = parse_bytes(memory_budget_bytes)
@@ -229,7 +232,8 @@ def optimize(
         if interrupted:
             reporter.say("interrupted; returning the best so far")
         advice = _advice(race, winner) if effort.compiled and not interrupted else ()
-        outcome = _outcome(race, proposals, winner, bound, advice, interrupted, time.monotonic() - began)
+        throughput = predictor.throughput(winner.layout, samples)
+        outcome = _outcome(race, proposals, winner, bound, advice, throughput, interrupted, time.monotonic() - began)
         if agreement is not None:
             agreement.last_command("outcome", **msgspec.to_builtins(outcome))
         return _planned(bench, outcome)
@@ -252,6 +256,7 @@ def _outcome(
     winner: Candidate,
     bound: str,
     advice: tuple[str, ...],
+    throughput: Throughput,
     interrupted: bool,
     search_s: float,
 ) -> Outcome:
@@ -277,6 +282,7 @@ def _outcome(
         notes=(*race.prepared.notes, *race.notes, *(f"advice: {line}" for line in advice)),
         advice=advice,
         bound=bound,
+        throughput=throughput,
         when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         search_s=search_s,
     )
@@ -300,6 +306,8 @@ def _planned(bench: Bench, outcome: Outcome) -> Plan:
         compiler_options=bench.compiler_options,
         compiled=bench.compiled.get(outcome.key),
         bound=outcome.bound,
+        throughput=outcome.throughput,
+        samples_per_step=outcome.throughput.samples_per_step,
         when=outcome.when,
         search_s=outcome.search_s,
         rebind=rebinder(prepared.request),

@@ -28,6 +28,7 @@ from autoshard.report_html import fragment_html
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.table import SpecTable
 from autoshard.tabulate import table_of
+from autoshard.throughput import Throughput
 from autoshard.trace import Traced
 from autoshard.trial import Skipped, Trial
 
@@ -66,6 +67,8 @@ class Plan:
             looked for where nothing was compiled.
         bound: How much faster than the best one found any layout could be, by the model.
         chosen: Name of the mesh shape or variant that won, where several were searched.
+        throughput: Of the plan as predicted by the search; None if nothing was searched.
+        samples_per_step: How many samples a step has, where somebody said so.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.
     """
@@ -85,6 +88,8 @@ class Plan:
     compiled: Compiled | None = None
     bound: str = ""
     chosen: str = ""
+    throughput: Throughput | None = None
+    samples_per_step: float | None = None
     when: str = ""
     search_s: float | None = None
     rebind: Callable[[Plan, Call], Plan] | None = field(default=None, repr=False)

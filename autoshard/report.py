@@ -15,6 +15,7 @@ from autoshard.evidence import Collective
 from autoshard.table import SpecTable, spec_text
 from autoshard.table_patterns import Each, fold
 from autoshard.table_reading import shown
+from autoshard.throughput import Throughput
 from autoshard.trial import Skipped, Trial
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def plan_text(plan: Plan) -> str:
             f"bytes a device sends:",
             collectives_text(winner.compiled.collectives),
         ]
+    if plan.throughput is not None:
+        lines.append(throughput_text(plan.throughput))
     if winner is not None and winner.measured is not None:
         lines.append(f"measured: median {seconds_text(winner.measured.median_s)} of {winner.measured.rounds} rounds")
     lines += [plan.bound] if plan.bound else []
@@ -156,6 +159,19 @@ def plan_text(plan: Plan) -> str:
     if plan.trials:
         parts.append(trials_table(plan.trials))
     return render("\n".join(lines), *parts, skipped_text(plan.skipped)).rstrip()
+
+
+def throughput_text(found: Throughput) -> str:
+    """Predicted throughput on one line.
+
+    >>> print(throughput_text(Throughput(0.4, 0.3, 0.1, 1.2, samples_per_step=64)))
+    predicted: step 400 ms, 2.5 steps a second, 160 samples a second; efficiency 75%, 3.0 times as fast as one device
+    """
+    rates = ", ".join(f"{rate:.3g} {what} a second" for what, rate in found.per_s())
+    return (
+        f"predicted: step {seconds_text(found.step_s)}, {rates}; efficiency {found.efficiency:.0%}, "
+        f"{found.speed_up:.1f} times as fast as one device"
+    )
 
 
 def skipped_text(skipped: Iterable[Skipped]) -> str:

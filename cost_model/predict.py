@@ -31,6 +31,7 @@ from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.placements import Placements
 from autoshard.program import Value
+from autoshard.throughput import Throughput
 
 CHUNK = 2048
 
@@ -114,6 +115,11 @@ class Predictor:
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of one layout (as if its constraints are stated inside; see `Layout.inside`)."""
         return self.predict_each(self.placements.of_layout(layout)[None])[0]
+
+    def throughput(self, layout: Layout, samples_per_step: float | None = None) -> Throughput:
+        """How well a layout uses the devices, by the model."""
+        found, alone = self.predict(layout), self.predict(Layout(self.problem, ()))
+        return Throughput(found.time_s, found.compute_s, found.comm_s, alone.compute_s, samples_per_step)
 
     def predict_each(self, index: NDArray[np.int32]) -> list[Prediction]:
         """Whole predictions of a few layouts; see `predict_many`."""
