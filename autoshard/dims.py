@@ -183,6 +183,8 @@ def _lend(
     are whole on every device and get no axes.
     """
     made = {v.index for eqn in program.eqns if not eqn.bodies for v in eqn.outputs if constant[v.index]}
+    for eqn in program.eqns:  # outer ones first
+        made |= {t.inner.index for t in eqn.ties if t.outer.index in made and constant[t.inner.index]}
 
     def lend(value: Value, axes: Sequence[int]) -> None:
         if value.index in made and all(a == NO_AXIS for a in of_value[value.index]):
@@ -193,10 +195,7 @@ def _lend(
     for eqn in reversed(program.eqns):
         for tie in eqn.ties:
             if tie.flow is Flow.IN:
-                inner = of_value[tie.inner.index]
-                lend(tie.outer, ((NO_AXIS,) * tie.offset) + inner)
-                if constant[tie.inner.index]:
-                    made.add(tie.inner.index)
+                lend(tie.outer, ((NO_AXIS,) * tie.offset) + of_value[tie.inner.index])
         rule = rules[eqn.index]
         axis_of: dict[int, int] = {}
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):

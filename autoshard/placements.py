@@ -114,6 +114,16 @@ class Placements:
         able = (self._roles[column] >= 0) & (self._dim_sizes[column] > 1)
         return [int(size) for size in self._dim_sizes[column][able]]
 
+    def alike(self, column: int, dim: int, other: int, other_dim: int) -> bool:
+        """True if rules say the same of dimensions of two columns, but for what their other dimensions have to do."""
+        one, two = (column, dim), (other, other_dim)
+        return bool(
+            self._roles[one] == self._roles[two]
+            and self._dim_sizes[one] == self._dim_sizes[two]
+            and self._optimizer[column] == self._optimizer[other]
+            and self._free[column] == self._free[other]
+        )
+
     # Rows -----------------------------------------------------------------------------------------------------------
 
     def of_list(self, axis: int, rules: tuple[BoundRule, ...]) -> int:

@@ -4,7 +4,8 @@ XLA:CPU as of jax 0.10 and 0.12, read off its buffer assignments and schedules (
 
 - its scheduler runs whatever is ready first in, first out (breadth first), so that thunks can run concurrently;
 - a reduction is a library call that reads its operand from memory, as a contraction does;
-- it has no reduce_scatter: all_reduce, then a slice.
+- it has no reduce_scatter: all_reduce, then a slice;
+- all_reduces over the same groups that do not need each other are combined, whatever their size.
 
 The GPU and TPU compilers schedule for low memory, which the order of the program comes close to, fuse elementwise
 producers into reductions, and have a reduce_scatter.
@@ -28,6 +29,8 @@ class Backend:
             the left, first on the right), and gets a copy otherwise.
         instruction_fusion: True where XLA's InstructionFusion decides: nothing fuses that would have to be computed at
             many indices, and a cheap stored result is computed again by its elementwise readers.
+        combines_sums: True where all_reduces that do not need each other are one operation, so that all they read and
+            write is there at once.
         also_fuses: Primitives that fuse beyond `compute.FUSED`.
     """
 
@@ -37,6 +40,7 @@ class Backend:
     fuses_into_reductions: bool
     copies_transposed: bool
     instruction_fusion: bool
+    combines_sums: bool
     also_fuses: frozenset[str]
 
 
@@ -47,7 +51,8 @@ CPU = Backend(
     fuses_into_reductions=False,
     copies_transposed=True,
     instruction_fusion=True,
-    also_fuses=frozenset({"concatenate", "dynamic_slice", "split"}),
+    combines_sums=True,
+    also_fuses=frozenset({"concatenate", "dynamic_slice", "gather", "split"}),
 )
 ACCELERATOR = Backend(
     "accelerator",
@@ -56,6 +61,7 @@ ACCELERATOR = Backend(
     fuses_into_reductions=True,
     copies_transposed=False,
     instruction_fusion=False,
+    combines_sums=False,
     also_fuses=frozenset({"split"}),
 )
 

@@ -245,7 +245,8 @@ class Costs:
     def held(self, rows: Array) -> tuple[Array, Array, Array]:
         """(layout, memory column, bytes) of what the classes hold beside the values themselves.
 
-        Columns: the classes of works, then `copy_columns`.
+        Columns: results of the classes of works before they are moved, the same before they are summed up over devices,
+        then `copy_columns`.
         """
         return self._held.of(rows)
 
@@ -318,14 +319,20 @@ class Costs:
         moves.add("reduce_scatter", owner, scattered, local)
         sliced = self.specs.number(np.where(partial, np.int8(-1), target), order)
         moves.reshard(self.specs, owner, value_bytes, before, sliced)
-        extra = _sum_by(owner, np.where((split != 0) | (before != after), local, 0), len(number))
+        again = (split != 0) & ((split & self.specs.mask(target) & ~scattered) != 0)  # summed whole, then sliced
+        pending = _sum_by(owner, np.where(split != 0, local * (1 + again), 0), len(number))
+        moved = _sum_by(owner, np.where((split == 0) & (before != after), local, 0), len(number))
 
         traffic_s = traffic * self._work_traffic[number] / self._hardware.memory_bytes_per_s
         times = self._work_times[number]
         np.add.at(self._compute_s, row, times * (self._work_op_s[number] + np.maximum(arithmetic_s, traffic_s)))
         self._add_moves(moves, row, times)
-        some = np.flatnonzero(extra)
-        return row[some], number[some], extra[some].astype(np.int64)
+        some, partial_sums = np.flatnonzero(moved), np.flatnonzero(pending)
+        return (
+            np.concatenate([row[some], row[partial_sums]]),
+            np.concatenate([number[some], number[partial_sums] + len(self._works)]),
+            np.concatenate([moved[some], pending[partial_sums]]).astype(np.int64),
+        )
 
     def _compute_uses(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
         devices = self.specs.devices
@@ -367,7 +374,7 @@ class Costs:
                 self.copy_columns.uses.append(key[0])
                 self.copy_columns.readers.append(key[1])
             found[i] = column
-        return found + len(self._works)
+        return found + 2 * len(self._works)
 
     def _add_moves(self, moves: Moves, row: Array, times: NDArray[np.float64]) -> None:
         owner, slot, full_bytes = moves.arrays()

@@ -7,6 +7,7 @@ point itself gathers. The rules:
   (an expensive one, such as exp, with two readers is stored all the same); what fuses is the backend's;
 - points follow the backend's schedule (`schedule`): XLA:CPU runs an equation as soon as its operands are there, for the
   sake of concurrency, and so holds more than one that follows the program;
+- an update (scatter, dynamic_update_slice) is done in place where its operand dies there;
 - donated arguments die at their last use, others live to the end; outputs live from where they are made;
 - the points of a loop body add to what is alive around the loop: stacked results from its start, one slice of each
   scanned operand, carries once (XLA updates them in place); bodies that are no loops share their operands.
@@ -104,7 +105,7 @@ class _Builder:
             alive |= made
             row = row + self._bytes(made)
             if node.eqn is not None:
-                self._point(node.eqn, row)
+                self._point(node.eqn, row - self._bytes({node.updated} & dead if node.updated in node.reads else ()))
             alive -= dead
             row = row - self._bytes(dead)
         for index, reader in plan.fused.items():

@@ -6,10 +6,13 @@ that stand out between their like in the layers before and after (of 32 unrolled
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from autoshard.cost_model.borrowed import Borrowed
 from autoshard.cost_model.classes import Classes, Uses
 from autoshard.cost_model.costs import CopyColumns
 from autoshard.cost_model.memory import MemoryTable
@@ -24,29 +27,41 @@ class Peak:
     """The points that matter, and what is alive there."""
 
     def __init__(
-        self, table: MemoryTable, classes: Classes, columns: Array, placements: Placements, copies: CopyColumns
+        self,
+        table: MemoryTable,
+        classes: Classes,
+        columns: Sequence[tuple[int, Borrowed]],
+        placements: Placements,
+        copies: CopyColumns,
+        sums: csr_array,
     ) -> None:
         """Prunes the points.
 
         Args:
             table: What is alive where.
             classes: The classes, whose readers tell where copies are alive.
-            columns: For each column of the table its column of the placements.
+            columns: For each column of the table its column of the placements, and what its values inherit.
             placements: The placements.
             copies: Columns of copies; grows.
+            sums: [points, works] how many partial sums of a class are added up at a point.
         """
         self._classes = classes
         self._copies = copies
         self._placements = placements
-        self._columns = columns
+        self._columns = np.array([own for own, _ in columns], dtype=np.int64)
+        lent = [(n, *entry) for n, (_, borrowed) in enumerate(columns) for entry in borrowed]
+        self._lent = np.array(lent, dtype=np.int64).reshape(-1, 4)
         work = classes.of_eqn[table.point_eqn]
         self._spans = [_points(table, uses) for uses in classes.uses]
+        self._works = len(classes.works)
         kept = _vertices(np.concatenate([table.alive_bytes, self._states(len(work))], axis=1), work)
+        several = np.unique((sums > 1).nonzero()[0])  # no other point is like these
+        kept = np.union1d(kept, several)
         self._points = kept
         self._alive = np.ascontiguousarray(table.alive_bytes[kept])
         self._work = work[kept]
-        self._works = len(classes.works)
-        self._counts = csr_array((len(kept), self._works))
+        self._sums = sums[kept]
+        self._counts = csr_array((len(kept), 2 * self._works))
         self._known_copies = -1
         self._share: list[NDArray[np.float64]] = [np.ones((0, len(columns))) for _ in placements.axes]
 
@@ -105,7 +120,7 @@ class Peak:
         for axis, size in enumerate(self._placements.sizes):
             known, rows = len(self._share[axis]), self._placements.rows[axis].array
             if known < len(rows):
-                split = rows[known:][:, self._columns] >= 0
+                split = self._split(rows[known:])
                 self._share[axis] = np.concatenate([self._share[axis], np.where(split, 1.0 / size, 1.0)])
         total = len(self._copies.uses)
         if self._known_copies < total:
@@ -116,11 +131,20 @@ class Peak:
             self._counts = csr_array(np.concatenate(blocks, axis=1))
             self._known_copies = total
 
+    def _split(self, rows: NDArray[np.int8]) -> NDArray[np.bool_]:
+        """[rows, columns] True where the mesh axis of these rows splits a column's values."""
+        split: NDArray[np.bool_] = rows[:, self._columns] >= 0
+        if len(self._lent):
+            taker, column, dim, _ = self._lent.T
+            starts = np.flatnonzero(np.diff(taker, prepend=-1))
+            split[:, taker[starts]] |= np.logical_or.reduceat(rows[:, column] == dim, starts, axis=1)
+        return split
+
     def _counts_of_works(self) -> NDArray[np.float64]:
         counts = np.zeros((len(self._points), self._works))
         some = np.flatnonzero(self._work >= 0)
         counts[some, self._work[some]] = 1.0
-        return counts
+        return np.concatenate([counts, self._sums.toarray()], axis=1)
 
     def _alive_copies(self, uses: int, readers: int) -> NDArray[np.float64]:
         """[points] how many copies of a class are alive that these readers share."""

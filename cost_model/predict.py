@@ -20,17 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.backend import ACCELERATOR, Backend
+from autoshard.cost_model.borrowed import Borrowed, borrowed
 from autoshard.cost_model.classes import find_classes
 from autoshard.cost_model.collectives import collective_s, joint
 from autoshard.cost_model.costs import Costs
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.peak import Peak
+from autoshard.cost_model.sums import sums_at_points
 from autoshard.evidence import KINDS, Collective
 from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.placements import Placements
-from autoshard.program import Value
 from autoshard.throughput import Throughput
 
 CHUNK = 2048
@@ -94,23 +95,23 @@ class Predictor:
         self.placements = Placements(problem)
         classes = find_classes(problem)
         self._costs = Costs(problem, hardware, classes, self.placements, reduce_scatter=backend.has_reduce_scatter)
-        columns: dict[int, int] = {}
-        of_value = [columns.setdefault(self._column(v), len(columns)) for v in problem.program.values]
+        lent = borrowed(problem, self.placements)
+        columns: dict[tuple[int, Borrowed], int] = {}
+        of_value = [
+            columns.setdefault((self.placements.value_column(v), lent[v.index]), len(columns))
+            for v in problem.program.values
+        ]
         self._arguments: Counter[tuple[int, Group]] = Counter()
         for value, group in zip(problem.program.body.inputs, problem.groups.of_input, strict=True):
             self._arguments[of_value[value.index], group] += value.bytes
         table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index], backend)
-        self._peak = Peak(
-            table, classes, np.array(list(columns), dtype=np.int64), self.placements, self._costs.copy_columns
-        )
+        sums = sums_at_points(table, classes, problem.roles.axes, combined=backend.combines_sums)
+        self._peak = Peak(table, classes, list(columns), self.placements, self._costs.copy_columns, sums)
 
     @property
     def points(self) -> int:
         """Program points at which the peak may be."""
         return self._peak.points
-
-    def _column(self, value: Value) -> int:
-        return self.placements.value_column(value)
 
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of one layout (as if its constraints are stated inside; see `Layout.inside`)."""

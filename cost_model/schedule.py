@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
-from autoshard.program import Body, Eqn, Value
+from autoshard.program import Body, Eqn, Flow, Value
 
 Buffer = tuple[Value, tuple[int, ...]]
 """A value in memory, and in which order its dimensions lie there, major first: () for the order of its shape, (~i,) for
@@ -25,8 +25,12 @@ MOVING = frozenset(
 BRANCHING = frozenset({"concatenate", "pad"})
 MOST_INDICES = 15
 
-SCALES = frozenset({"mul", "square", "integer_pow"})
-"""What a library's reduction computes itself, of operands in memory: sums of products and squares."""
+SCALES = frozenset({"mul", "neg", "square", "integer_pow"})
+"""What a library's reduction computes itself, of operands in memory: sums of products and squares (and what XLA draws
+out of a sum: a sign)."""
+
+UPDATES = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"})
+"""They change their first operand in place where nobody needs it any more."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,11 +41,13 @@ class Node:
         eqn: The equation; of a copy, None.
         reads: Buffers that it reads, also through what is fused into it.
         makes: Those that it stores.
+        updated: The buffer that it changes in place, if nobody else needs it.
     """
 
     eqn: Eqn | None
     reads: tuple[Buffer, ...]
     makes: tuple[Buffer, ...]
+    updated: Buffer | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,7 +65,6 @@ class Schedule:
 
 def schedule(body: Body, backend: Backend) -> Schedule:
     """Schedules a body as a backend does."""
-    fusible = FUSED | backend.also_fuses
     fusion = _Fusion(body, backend)
     behind: dict[Value, dict[Buffer, None]] = {}
     through: dict[Value, list[int]] = {}
@@ -87,11 +92,12 @@ def schedule(body: Body, backend: Backend) -> Schedule:
                 found = {copy: None}
             reads |= found
         makes = tuple((v, ()) for v in eqn.outputs if v in fusion.stored)
-        if makes or eqn.primitive not in fusible:
-            nodes.append(Node(eqn, tuple(reads), makes))
+        if makes or not fusion.fusible(eqn):
+            updated = (eqn.inputs[0], ()) if eqn.primitive in UPDATES else None
+            nodes.append(Node(eqn, tuple(reads), makes, updated))
             fused |= dict.fromkeys(inside, eqn.index)
-        again = backend.instruction_fusion and eqn.primitive not in EXPENSIVE
-        if eqn.primitive in fusible and (not makes or (again and _at_most_unary(eqn, spread_out))):
+        again = backend.instruction_fusion and eqn.primitive not in EXPENSIVE and eqn.index not in fusion.at_many
+        if fusion.fusible(eqn) and (not makes or (again and _at_most_unary(eqn, spread_out))):
             behind |= dict.fromkeys(eqn.outputs, reads)
             through |= {value: [*dict.fromkeys(inside), eqn.index] for value in eqn.outputs}
         if eqn.primitive in ("broadcast_in_dim", "iota"):
@@ -126,6 +132,7 @@ class _Fusion:
                 self._readers.setdefault(value, []).append((eqn, number))
         self.stored: set[Value] = set()
         self.summed: set[int] = set()
+        self.at_many: set[int] = set()
         self._indices: dict[Value, dict[int, set[object]]] = {}
         outputs = set(body.outputs)
         for eqn in reversed(body.eqns):
@@ -137,7 +144,10 @@ class _Fusion:
         if only_summed and eqn.primitive in SCALES and not self._backend.fuses_into_reductions:
             self.summed.add(eqn.index)
             return
-        fuses = eqn.primitive in self._fuses and all(self.on_the_fly(*reader) for reader in own)
+        sinks = eqn.primitive == "broadcast_in_dim" and eqn.inputs[0].literal
+        fuses = self.fusible(eqn) and all(
+            self.on_the_fly(*reader) or (sinks and _is_constant_of_loop(*reader)) for reader in own
+        )
         if eqn.primitive in EXPENSIVE and len(own) > 1:
             fuses = False
         asked: dict[int, set[object]] = {}
@@ -147,9 +157,10 @@ class _Fusion:
         most = max(map(len, asked.values()), default=0)
         if self._backend.instruction_fusion and most > (1 if eqn.primitive in BRANCHING else MOST_INDICES):
             fuses = False
+            self.at_many.add(eqn.index)
         made = [v for v in eqn.outputs if v in outputs or (not fuses and v in self._readers)]
         self.stored |= set(made)
-        if eqn.primitive not in self._fuses:
+        if not self.fusible(eqn):
             return
         if made:
             asked = {eqn.index: {None}}
@@ -166,7 +177,11 @@ class _Fusion:
             return self._backend.fuses_into_reductions
         if self._backend.copies_transposed and number in _orders(reader):
             return True
-        return reader.primitive in self._fuses and reader.index not in self.summed
+        return self.fusible(reader) and reader.index not in self.summed
+
+    def fusible(self, eqn: Eqn) -> bool:
+        """True if it may be computed where it is read."""
+        return eqn.primitive in self._fuses or is_outer_product(eqn)
 
 
 def _breadth_first(nodes: Sequence[Node]) -> Iterable[Node]:
@@ -188,12 +203,31 @@ def _breadth_first(nodes: Sequence[Node]) -> Iterable[Node]:
                 ready.append(user)
 
 
+def _is_constant_of_loop(eqn: Eqn, number: int) -> bool:
+    """True if an operand of a loop is the same in each trip: XLA makes a spread-out number inside the loop.
+
+    Reference:
+        XLA, WhileLoopConstantSinking with sink_broadcast_of_constants.
+    """
+    began = {start for start, _ in eqn.carries}
+    ties = [t for t in eqn.ties if t.flow is Flow.IN and t.outer is eqn.inputs[number]]
+    return eqn.primitive in ("scan", "while") and all(not t.offset and t.inner not in began for t in ties)
+
+
+def is_outer_product(eqn: Eqn) -> bool:
+    """True of a contraction that sums over nothing: XLA makes it a product of broadcasts (AlgebraicSimplifier)."""
+    if eqn.primitive != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return all(eqn.inputs[0].shape[d] == 1 for d in contracted)
+
+
 def _orders(eqn: Eqn) -> Mapping[int, tuple[int, ...]]:
     """By operand of a contraction, the order of dimensions in which it must lie, where that is not its own.
 
     The batch comes first; on the left the contracted dimensions come last, on the right either way will do.
     """
-    if eqn.primitive != "dot_general":
+    if eqn.primitive != "dot_general" or is_outer_product(eqn):
         return {}
     contracted, batched = eqn.params["dimension_numbers"]
     found = {}

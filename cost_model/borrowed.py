@@ -1,0 +1,135 @@
+"""What values inherit from their neighbours: where nothing is stated, the partitioner carries a split on.
+
+Arguments, outputs, loop carries and what anchors read and write are stated (see `constrain`); any other value is open.
+The partitioner hands a split from one open value to the next, both ways, along dimensions that run over the same loop,
+also where a slice, a pad or a window shifts it. So an open value is split as its own roles say, and over each other
+mesh axis as something stated at the border of its region is, one of another role for instance.
+
+Reference:
+    Shardy, `sdy-user-priority-propagate`: aggressive propagation, factors of kind pass-through and permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from autoshard.constrain import ANCHORS, CUT_KERNELS
+from autoshard.dim_rules import LoopKind
+from autoshard.layout import Problem
+from autoshard.placements import Placements
+from autoshard.program import Eqn, Flow, Value
+
+STATED = ANCHORS | CUT_KERNELS
+_CARRIES_ON = (LoopKind.PASS, LoopKind.PERMUTED)
+
+Borrowed = tuple[tuple[int, int, int], ...]
+"""Entries (column of the placements, its dimension or loop, own dimension): that one's mesh axes are taken on here."""
+
+
+def borrowed(problem: Problem, placements: Placements) -> list[Borrowed]:
+    """By `Value.index`, what a value may inherit beside what its own roles say."""
+    return _Regions(problem, placements).found()
+
+
+class _Regions:
+    """Open dimensions that the partitioner splits alike, and what is stated at their borders."""
+
+    def __init__(self, problem: Problem, placements: Placements) -> None:
+        self._problem = problem
+        self._placements = placements
+        program = problem.program
+        self._first = np.concatenate([[0], np.cumsum([len(v.shape) for v in program.values])]).astype(np.int64)
+        self._open = self._find_open()
+
+    def _find_open(self) -> list[bool]:
+        program, constant = self._problem.program, self._problem.roles.axes.constant
+        is_open = [not gone for gone in constant]
+        for value in (*program.body.inputs, *program.body.outputs):
+            is_open[value.index] = False
+        for eqn in program.eqns:
+            stated = eqn.outputs if eqn.primitive in STATED else ()
+            for value in (*stated, *(v for pair in eqn.carries for v in pair)):
+                is_open[value.index] = False
+            for tie in eqn.ties:
+                if tie.flow is Flow.BACK:
+                    is_open[tie.outer.index] = False
+        return is_open
+
+    def found(self) -> list[Borrowed]:
+        program = self._problem.program
+        edges: list[tuple[int, int]] = []
+        borders: list[tuple[int, tuple[int, int]]] = []  # (node, (column, dimension or loop))
+        for eqn in program.eqns:
+            for tie in eqn.ties:
+                for dim in range(len(tie.inner.shape)):
+                    self._meet([(tie.outer, dim + tie.offset), (tie.inner, dim)], edges, borders)
+            if eqn.bodies:
+                continue
+            column = self._placements.work_column(eqn) if eqn.primitive in STATED else None
+            for loop, members in self._members(eqn):
+                if column is None:
+                    self._meet(members, edges, borders)
+                else:
+                    borders += [(self._node(v, d), (column, loop)) for v, d in members if self._open[v.index]]
+        count = int(self._first[-1])
+        ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
+        graph = coo_array((np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count))
+        region = connected_components(graph, directed=False)[1] if count else np.zeros(0, dtype=np.int64)
+        stated: dict[int, dict[tuple[int, int], None]] = {}
+        for node, border in borders:
+            stated.setdefault(int(region[node]), {})[border] = None
+        lent: dict[tuple[int, int, int], Borrowed] = {}
+
+        def of(value: Value) -> Borrowed:
+            own = self._placements.value_column(value)
+            taken: list[tuple[int, int, int]] = []
+            for dim in range(len(value.shape)):
+                key = (own, dim, int(region[self._node(value, dim)]))
+                if key not in lent:
+                    lent[key] = self._lent(own, dim, stated.get(key[-1], {}))
+                taken += lent[key]
+            return tuple(sorted(taken))
+
+        return [of(value) if self._open[value.index] else () for value in program.values]
+
+    def _members(self, eqn: Eqn) -> Iterator[tuple[int, list[tuple[Value, int]]]]:
+        """(loop, dimensions of operands and results that run over it), where a split is carried on."""
+        rule = self._problem.roles.axes.rules[eqn.index]
+        places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
+        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
+            for value, loops in zip(values, maps, strict=True):
+                for dim, loop in enumerate(loops):
+                    if value.shape[dim] > 1:
+                        places[loop].append((value, dim))
+        for loop, kind in enumerate(rule.kinds):
+            if kind in _CARRIES_ON or (eqn.primitive in STATED and kind is LoopKind.REDUCED):
+                yield loop, places[loop]
+
+    def _meet(
+        self,
+        members: list[tuple[Value, int]],
+        edges: list[tuple[int, int]],
+        borders: list[tuple[int, tuple[int, int]]],
+    ) -> None:
+        """Dimensions of one loop: open ones are split alike, stated ones are their border."""
+        free = [(v, d) for v, d in members if self._open[v.index] and v.shape[d] > 1]
+        if not free:
+            return
+        node = self._node(*free[0])
+        edges += [(node, self._node(v, d)) for v, d in free[1:]]
+        constant = self._problem.roles.axes.constant
+        for value, dim in members:
+            if not self._open[value.index] and not constant[value.index]:
+                borders.append((node, (self._placements.value_column(value), dim)))
+
+    def _node(self, value: Value, dim: int) -> int:
+        return int(self._first[value.index]) + dim
+
+    def _lent(self, own: int, dim: int, border: Iterable[tuple[int, int]]) -> Borrowed:
+        """What a dimension of a column may inherit from the border of its region."""
+        alike = self._placements.alike
+        return tuple((column, place, dim) for column, place in border if not alike(own, dim, column, place))

@@ -1,0 +1,86 @@
+"""What the partitioner carries on into values of which nothing is stated, against the compiled program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from autoshard.compile import build, compile_built
+from autoshard.cost_model.backend import CPU
+from autoshard.cost_model.borrowed import borrowed
+from autoshard.cost_model.hardware import h100
+from autoshard.cost_model.predict import Predictor
+from autoshard.placements import Placements
+from tests.stages import array, layout_of, prepared
+
+BATCH, LENGTH, D, VOCAB = 4, 64, 16, 512
+
+
+def next_tokens(w: jax.Array, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The loss of a language model: logits of all but the last position, whose count no mesh axis divides."""
+    logits = jnp.einsum("bsd,dv->bsv", x, w)[:, :-1]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
+
+
+def loss_step(w: jax.Array, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss, gradient = jax.value_and_grad(next_tokens)(w, x, tokens)
+    return w - 0.1 * gradient, loss
+
+
+LOSS_ARGS = (array(D, VOCAB), array(BATCH, LENGTH, D), array(BATCH, LENGTH, dtype=np.int32))
+
+
+def peaks(step: Any, args: Any, mesh: Mesh, *rules: str) -> tuple[int, int]:
+    """(predicted, compiled) peak bytes of a layout."""
+    made = prepared(step, args, mesh, donate_argnums=0)
+    layout = layout_of(made, *rules)
+    predictor = Predictor(made.problem, h100, made.traced.call.donated, CPU)
+    compiled = compile_built(build(made.traced, layout, made.request.mesh), made.request.mesh)
+    return predictor.predict(layout).peak_bytes, compiled.evidence.peak_bytes
+
+
+@pytest.mark.parametrize("rules", [(), ("x.1->data",), ("x.1->data", "x.1->model"), ("x.0->data",)])
+def test_a_slice_of_a_split_sequence_is_split_where_the_axis_does_not_divide_it(
+    mesh_4x2: Mesh, rules: tuple[str, ...]
+) -> None:
+    predicted, compiled = peaks(loss_step, LOSS_ARGS, mesh_4x2, *rules)
+    assert predicted == pytest.approx(compiled, rel=0.25)
+
+
+def test_nothing_is_inherited_that_the_own_roles_say(mesh_4x2: Mesh) -> None:
+    made = prepared(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), (array(64, 64), array(64, 64)), mesh_4x2)
+    assert not any(borrowed(made.problem, Placements(made.problem)))
+
+
+def test_arguments_and_what_anchors_write_inherit_nothing(mesh_4x2: Mesh) -> None:
+    made = prepared(loss_step, LOSS_ARGS, mesh_4x2)
+    lent = borrowed(made.problem, Placements(made.problem))
+    program = made.traced.program
+    stated = [*program.body.inputs, *program.body.outputs]
+    stated += [v for eqn in program.eqns if eqn.primitive in ("dot_general", "gather") for v in eqn.outputs]
+    assert not any(lent[v.index] for v in stated)
+    sliced = [v for eqn in program.eqns if eqn.primitive == "slice" for v in eqn.outputs if v.dtype == "float32"]
+    assert all(lent[v.index] for v in sliced)
+    assert sliced
+
+
+def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
+    """ZeRO-1: the moments are split, and the partitioner splits the gradients of stacked layers with them."""
+
+    def step(ws: jax.Array, moments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(ws: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0] ** 2)
+
+        moments = 0.9 * moments + jax.grad(loss)(ws)
+        return ws - 0.1 * moments, moments
+
+    made = prepared(step, (array(4, 64, 64), array(4, 64, 64), array(32, 64)), mesh_4x2, donate_argnums=(0, 1))
+    layout = layout_of(made, "x.0->data", "ws.1->data (optimizer)")
+    predicted = Predictor(made.problem, h100, made.traced.call.donated, CPU).predict(layout).peak_bytes
+    compiled = compile_built(build(made.traced, layout, made.request.mesh), made.request.mesh)
+    assert predicted == pytest.approx(compiled.evidence.peak_bytes, rel=0.25)
