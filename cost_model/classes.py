@@ -7,25 +7,38 @@ how the rules split its few signatures.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.compute import FUSED, flops
+from autoshard.cost_model.schedule import UPDATES, Schedule
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
 from autoshard.program import Body, Eqn, Value
 
+BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
+LOOKUPS = frozenset({"gather", "dynamic_slice", "slice"})
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An operand or result as its equation's cost sees it: the loop of each dimension, and whether it is constant."""
+    """An operand or result as its equation's cost sees it.
+
+    Attributes:
+        value: The value.
+        loops: The loop of each dimension.
+        constant: True if it depends on no argument.
+        transfers: How often its bytes go to or from memory for one run (elementwise chains fuse), mean of the class.
+    """
 
     value: Value
     loops: tuple[int, ...]
     constant: bool
+    transfers: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,7 +51,7 @@ class Work:
         operands: Operands with a shape.
         results: Results, scalars too.
         flops: Of one run, unsharded.
-        traffic: Operands and results that go through memory (elementwise chains fuse).
+        stores: Share of the class whose results reach memory: those are operations of their own.
         times: How often such an equation runs per call.
     """
 
@@ -47,7 +60,7 @@ class Work:
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     flops: float
-    traffic: tuple[Operand, ...]
+    stores: float
     times: float
 
 
@@ -87,13 +100,15 @@ class Classes:
 
 
 class _Builder:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, plans: Mapping[Body, Schedule]) -> None:
         self._problem = problem
+        self._plans = plans
         self._axes = problem.roles.axes
 
     def build(self) -> Classes:
         works: dict[object, list[Eqn]] = {}
         work_times: dict[object, float] = defaultdict(float)
+        transfers: dict[object, list[float]] = defaultdict(list)
         uses: dict[object, list[dict[object, list[tuple[Eqn, tuple[int, ...]]]]]] = defaultdict(list)
         values: dict[object, list[Value]] = defaultdict(list)
         use_times: dict[object, float] = defaultdict(float)
@@ -108,6 +123,8 @@ class _Builder:
                 number = of_eqn[eqn.index] = numbers.setdefault(key, len(numbers))
                 works.setdefault(key, []).append(eqn)
                 work_times[key] += times
+                often = _transfers(eqn, self._plans[body])
+                transfers[key] = [a + times * b for a, b in zip_longest(transfers[key], often, fillvalue=0.0)]
                 for operand in self._operands(eqn.inputs, self._axes.rules[eqn.index].operands):
                     if not operand.constant or eqn.primitive not in FUSED:
                         readers[operand.value].setdefault((number, operand.loops), []).append((eqn, operand.loops))
@@ -118,17 +135,23 @@ class _Builder:
                 values[use_key].append(value)
                 use_times[use_key] += 0.0 if constant else times
         return Classes(
-            tuple(self._work(eqns[0], work_times[key]) for key, eqns in works.items()),
+            tuple(self._work(eqns[0], work_times[key], transfers[key]) for key, eqns in works.items()),
             tuple(self._uses(values[key], members, use_times[key]) for key, members in uses.items()),
             of_eqn,
         )
 
     def _operands(
-        self, values: Sequence[Value], maps: Sequence[tuple[int, ...]], *, scalars: bool = False
+        self,
+        values: Sequence[Value],
+        maps: Sequence[tuple[int, ...]],
+        transfers: Sequence[float] | None = None,
+        *,
+        scalars: bool = False,
     ) -> tuple[Operand, ...]:
+        often = [0.0] * len(values) if transfers is None else transfers
         return tuple(
-            Operand(v, loops, self._axes.constant[v.index])
-            for v, loops in zip(values, maps, strict=True)
+            Operand(v, loops, self._axes.constant[v.index], times)
+            for v, loops, times in zip(values, maps, often, strict=True)
             if v.itemsize and (v.shape or scalars)
         )
 
@@ -149,12 +172,15 @@ class _Builder:
             side(eqn.outputs, rule.results),
         )  # fmt: skip
 
-    def _work(self, eqn: Eqn, times: float) -> Work:
+    def _work(self, eqn: Eqn, times: float, transfers: Sequence[float]) -> Work:
         rule = self._axes.rules[eqn.index]
-        operands = self._operands(eqn.inputs, rule.operands)
-        results = self._operands(eqn.outputs, rule.results, scalars=True)  # a partial sum may well be a scalar
-        traffic = () if eqn.primitive in FUSED else (*operands, *results)
-        return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), traffic, times)
+        *often, stores = (moved / times if times else 0.0 for moved in transfers)
+        count = len(eqn.inputs)
+        operands = self._operands(eqn.inputs, rule.operands, often[:count])
+        results = self._operands(  # a partial sum may well be a scalar
+            eqn.outputs, rule.results, often[count:], scalars=True
+        )
+        return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), stores, times)
 
     def _uses(
         self, values: Sequence[Value], members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]], times: float
@@ -165,9 +191,37 @@ class _Builder:
         return Uses(values[0], readers, indices, np.array(spans).transpose(1, 0, 2), times)
 
 
-def find_classes(problem: Problem) -> Classes:
-    """The classes of a problem's program."""
-    return _Builder(problem).build()
+def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
+    """How often the bytes of each operand and result go to or from memory, then 1 if the equation stores anything.
+
+    What looks up a part of its operand reads as much as it returns; an update in place reads and writes what it puts in
+    (a scatter-add reads that place as well). A reshape moves nothing.
+    """
+    operands, results = len(eqn.inputs), len(eqn.outputs)
+    loads = plan.loads.get(eqn.index, frozenset())
+    fused = eqn.index in plan.fused
+    if eqn.primitive in BITCASTS:
+        return [0.0] * (operands + results + 1)
+    reads = [1.0 if number in loads else 0.0 for number in range(operands)]
+    writes = [1.0 if value in plan.stored else 0.0 for value in eqn.outputs]
+    if eqn.primitive in LOOKUPS:
+        writes = [often + reads[0] for often in writes] if not fused else [reads[0]]
+        reads[0] = 0.0
+    elif eqn.primitive in UPDATES:
+        last = 1 if eqn.primitive == "dynamic_update_slice" else 2
+        reads[0], writes = 0.0, [0.0]
+        reads[last] = 2.0 if eqn.primitive in ("dynamic_update_slice", "scatter") else 3.0
+    return [*reads, *writes, 0.0 if fused else 1.0]
+
+
+def find_classes(problem: Problem, plans: Mapping[Body, Schedule]) -> Classes:
+    """The classes of a problem's program.
+
+    Args:
+        problem: The problem.
+        plans: What fuses in each body (`schedule.schedules`).
+    """
+    return _Builder(problem, plans).build()
 
 
 def bodies_of(body: Body, times: float) -> Iterator[tuple[Body, float]]:

@@ -119,9 +119,9 @@ class Costs:
         self._results_of = _Ragged([len(w.results) for w in works])
         self._operands = _Reads(placements, [(w.eqn, o) for w in works for o in w.operands], max_loops)
         self._results = _Reads(placements, [(w.eqn, o) for w in works for o in w.results], max_loops)
-        stored = np.array([bool(w.traffic) for w in works], dtype=bool)
-        self._work_traffic = np.where(stored, 1.0, 0.0)
-        self._work_op_s = np.where(stored, self._hardware.op_s, 0.0)  # what fuses is no operation of its own
+        self._loads = np.array([o.transfers for w in works for o in w.operands])
+        self._writes = np.array([o.transfers for w in works for o in w.results])
+        self._work_op_s = np.array([w.stores * self._hardware.op_s for w in works])
 
     def _prepare_uses(self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int) -> None:
         self._uses_times = np.array([u.times for u in uses])
@@ -230,10 +230,10 @@ class Costs:
         devices = int(self.specs.devices[-1])
         most = np.array([self._most_pieces(column) for column in self._work_column.tolist()])
         owner, entry = self._operands_of.of(np.arange(len(self._works)))
-        traffic = _sum_by(owner, self._operands.bytes[entry] // devices, len(self._works))
+        traffic = _sum_by(owner, self._operands.bytes[entry] // devices * self._loads[entry], len(self._works))
         owner, entry = self._results_of.of(np.arange(len(self._works)))
-        traffic += _sum_by(owner, self._results.bytes[entry] // devices, len(self._works))
-        traffic_s = traffic * self._work_traffic / self._hardware.memory_bytes_per_s
+        traffic += _sum_by(owner, self._results.bytes[entry] // devices * self._writes[entry], len(self._works))
+        traffic_s = traffic / self._hardware.memory_bytes_per_s
         arithmetic_s = self._work_flops / most / self._work_rate
         return float((self._work_times * np.maximum(arithmetic_s, traffic_s)).sum())
 
@@ -298,7 +298,7 @@ class Costs:
         have, order = self._placed(at[owner], self._operands.value[entry])
         want, _ = self._want(self._operands, entry, work[owner], work_order[owner], have, order)
         local = self._operands.bytes[entry] // devices[self.specs.mask(want)]
-        traffic = _sum_by(owner, local, len(number))
+        traffic = _sum_by(owner, local * self._loads[entry], len(number))
 
         owner, entry = self._results_of.of(number)
         results, value_bytes = self._results, self._results.bytes[entry]
@@ -306,7 +306,7 @@ class Costs:
         pad = results.dim_of_loop.shape[1] - 1
         raw = np.take_along_axis(results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1)
         local = value_bytes // devices[self.specs.mask(raw)]
-        traffic += _sum_by(owner, local, len(number))
+        traffic += _sum_by(owner, local * self._writes[entry], len(number))
         stored, order = self._placed(at[owner], results.value[entry])
         target, order = _left_open(raw, work_order[owner], stored, order)
         loops = np.where(mine >= 0, mine, pad).astype(np.int64)
@@ -323,7 +323,7 @@ class Costs:
         pending = _sum_by(owner, np.where(split != 0, local * (1 + again), 0), len(number))
         moved = _sum_by(owner, np.where((split == 0) & (before != after), local, 0), len(number))
 
-        traffic_s = traffic * self._work_traffic[number] / self._hardware.memory_bytes_per_s
+        traffic_s = traffic / self._hardware.memory_bytes_per_s
         times = self._work_times[number]
         np.add.at(self._compute_s, row, times * (self._work_op_s[number] + np.maximum(arithmetic_s, traffic_s)))
         self._add_moves(moves, row, times)

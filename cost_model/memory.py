@@ -15,14 +15,14 @@ point itself gathers. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.backend import ACCELERATOR, Backend
-from autoshard.cost_model.schedule import Buffer, schedule
+from autoshard.cost_model.schedule import Buffer, Schedule, schedules
 from autoshard.program import Body, Eqn, Flow, Program, Value
 
 END = 1 << 60
@@ -55,12 +55,14 @@ class _Builder:
         columns: int,
         column_of: Callable[[Value], int],
         backend: Backend,
+        plans: Mapping[Body, Schedule],
     ) -> None:
         self._program = program
         self._donated = donated
         self._columns = columns
         self._column_of = column_of
         self._backend = backend
+        self._plans = plans
         self._rows: list[NDArray[np.float64]] = []
         self._point_eqn: list[int] = []
         self._point_of = np.zeros(len(program.eqns), dtype=np.int64)
@@ -86,7 +88,7 @@ class _Builder:
 
     def _visit(self, body: Body, around: NDArray[np.float64], owned: Iterable[Value], keep: frozenset[Value]) -> None:
         """Points of a body. `owned` inputs count here, the others are counted by whoever calls; `keep` never dies."""
-        plan = schedule(body, self._backend)
+        plan = self._plans[body]
         last: dict[Buffer, int] = {}
         for position, node in enumerate(plan.nodes):
             last |= dict.fromkeys((*node.reads, *node.makes), position)
@@ -144,6 +146,7 @@ def memory_table(
     columns: int,
     column_of: Callable[[Value], int],
     backend: Backend = ACCELERATOR,
+    plans: Mapping[Body, Schedule] | None = None,
 ) -> MemoryTable:
     """Builds the table.
 
@@ -153,5 +156,6 @@ def memory_table(
         columns: Number of columns.
         column_of: Column of a value: values of one column are always cut into equally many pieces.
         backend: What fuses, and in which order things run.
+        plans: What `schedules` says, if it is known.
     """
-    return _Builder(program, donated, columns, column_of, backend).build()
+    return _Builder(program, donated, columns, column_of, backend, plans or schedules(program.body, backend)).build()

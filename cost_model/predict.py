@@ -27,6 +27,7 @@ from autoshard.cost_model.costs import Costs
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.peak import Peak
+from autoshard.cost_model.schedule import schedules
 from autoshard.cost_model.sums import sums_at_points
 from autoshard.evidence import KINDS, Collective
 from autoshard.groups import Group
@@ -93,7 +94,8 @@ class Predictor:
         self.problem = problem
         self.hardware = hardware
         self.placements = Placements(problem)
-        classes = find_classes(problem)
+        plans = schedules(problem.program.body, backend)
+        classes = find_classes(problem, plans)
         self._costs = Costs(problem, hardware, classes, self.placements, reduce_scatter=backend.has_reduce_scatter)
         lent = borrowed(problem, self.placements)
         columns: dict[tuple[int, Borrowed], int] = {}
@@ -104,7 +106,7 @@ class Predictor:
         self._arguments: Counter[tuple[int, Group]] = Counter()
         for value, group in zip(problem.program.body.inputs, problem.groups.of_input, strict=True):
             self._arguments[of_value[value.index], group] += value.bytes
-        table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index], backend)
+        table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans)
         sums = sums_at_points(table, classes, problem.roles.axes, combined=backend.combines_sums)
         self._peak = Peak(table, classes, list(columns), self.placements, self._costs.copy_columns, sums)
 

@@ -57,10 +57,23 @@ class Schedule:
     Attributes:
         nodes: In order.
         fused: By `Eqn.index` of an equation without a node, the `Eqn.index` of the last node that it is fused into.
+        loads: By `Eqn.index`, the operands (by number) that come from memory; what a node needs twice it loads once.
+        stored: Results that reach memory.
     """
 
     nodes: tuple[Node, ...]
     fused: Mapping[int, int]
+    loads: Mapping[int, frozenset[int]]
+    stored: frozenset[Value]
+
+
+def schedules(body: Body, backend: Backend) -> dict[Body, Schedule]:
+    """The schedules of a body and of all bodies inside it."""
+    found = {body: schedule(body, backend)}
+    for eqn in body.eqns:
+        for inner in eqn.bodies:
+            found |= schedules(inner, backend)
+    return found
 
 
 def schedule(body: Body, backend: Backend) -> Schedule:
@@ -72,6 +85,7 @@ def schedule(body: Body, backend: Backend) -> Schedule:
     fused: dict[int, int] = {}
     copied: set[Buffer] = set()
     spread_out: set[Value] = set()
+    from_memory: list[tuple[Eqn, int]] = []
     for eqn in body.eqns:
         orders = _orders(eqn) if backend.copies_transposed else {}
         spread = eqn.outputs[0] if eqn.index in fusion.summed else None
@@ -82,6 +96,8 @@ def schedule(body: Body, backend: Backend) -> Schedule:
             if value in behind and (value not in fusion.stored or fusion.on_the_fly(eqn, number)):
                 found = behind[value]
                 inside += through[value]
+            elif value.shape:
+                from_memory.append((eqn, number))
             copy = (value, orders[number]) if number in orders else None
             if spread is not None and value.shape != spread.shape:
                 copy = (spread, (~number,))
@@ -102,7 +118,19 @@ def schedule(body: Body, backend: Backend) -> Schedule:
             through |= {value: [*dict.fromkeys(inside), eqn.index] for value in eqn.outputs}
         if eqn.primitive in ("broadcast_in_dim", "iota"):
             spread_out.update(eqn.outputs)
-    return Schedule(tuple(_breadth_first(nodes) if backend.breadth_first else nodes), fused)
+    loads: dict[int, set[int]] = {}
+    known: set[tuple[int, Value]] = set()
+    for eqn, number in from_memory:
+        load = fused.get(eqn.index, eqn.index), eqn.inputs[number]
+        if load not in known:
+            known.add(load)
+            loads.setdefault(eqn.index, set()).add(number)
+    return Schedule(
+        tuple(_breadth_first(nodes) if backend.breadth_first else nodes),
+        fused,
+        {index: frozenset(numbers) for index, numbers in loads.items()},
+        frozenset(fusion.stored),
+    )
 
 
 def _at_most_unary(eqn: Eqn, spread_out: set[Value]) -> bool:
