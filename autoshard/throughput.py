@@ -30,7 +30,7 @@ class Throughput:
     def efficiency(self) -> float:
         """Share of work in work and communication: `T_calc / (T_calc + T_comm)`; 1 where neither takes any time.
 
-        >>> Throughput(step_s=0.4, compute_s=0.3, comm_s=0.1, alone_s=1.2).efficiency
+        >>> Throughput(step_s=0.5, compute_s=0.375, comm_s=0.125, alone_s=1.5).efficiency
         0.75
         """
         total_s = self.compute_s + self.comm_s
