@@ -245,8 +245,8 @@ class Costs:
     def held(self, rows: Array) -> tuple[Array, Array, Array]:
         """(layout, memory column, bytes) of what the classes hold beside the values themselves.
 
-        Columns: results of the classes of works before they are moved, the same before they are summed up over devices,
-        then `copy_columns`.
+        Columns: results of the classes of works before they are moved; partial sums of the same; those once they are
+        added up, where that is what is stored; then `copy_columns`.
         """
         return self._held.of(rows)
 
@@ -327,11 +327,12 @@ class Costs:
         times = self._work_times[number]
         np.add.at(self._compute_s, row, times * (self._work_op_s[number] + np.maximum(arithmetic_s, traffic_s)))
         self._add_moves(moves, row, times)
-        some, partial_sums = np.flatnonzero(moved), np.flatnonzero(pending)
+        added = _sum_by(owner, np.where((split != 0) & ~again, local, 0), len(number))
+        found = [(np.flatnonzero(held), held, n) for n, held in enumerate((moved, pending, added))]
         return (
-            np.concatenate([row[some], row[partial_sums]]),
-            np.concatenate([number[some], number[partial_sums] + len(self._works)]),
-            np.concatenate([moved[some], pending[partial_sums]]).astype(np.int64),
+            np.concatenate([row[some] for some, _, _ in found]),
+            np.concatenate([number[some] + n * len(self._works) for some, _, n in found]),
+            np.concatenate([held[some] for some, held, _ in found]).astype(np.int64),
         )
 
     def _compute_uses(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
@@ -374,7 +375,7 @@ class Costs:
                 self.copy_columns.uses.append(key[0])
                 self.copy_columns.readers.append(key[1])
             found[i] = column
-        return found + 2 * len(self._works)
+        return found + 3 * len(self._works)
 
     def _add_moves(self, moves: Moves, row: Array, times: NDArray[np.float64]) -> None:
         owner, slot, full_bytes = moves.arrays()

@@ -17,6 +17,7 @@ from autoshard.cost_model.classes import Classes, Uses
 from autoshard.cost_model.costs import CopyColumns
 from autoshard.cost_model.memory import MemoryTable
 from autoshard.cost_model.moves import Array
+from autoshard.cost_model.sums import Sums
 from autoshard.placements import Placements
 
 WINDOW = 8
@@ -33,7 +34,7 @@ class Peak:
         columns: Sequence[tuple[int, Borrowed]],
         placements: Placements,
         copies: CopyColumns,
-        sums: csr_array,
+        sums: Sums,
     ) -> None:
         """Prunes the points.
 
@@ -43,7 +44,7 @@ class Peak:
             columns: For each column of the table its column of the placements, and what its values inherit.
             placements: The placements.
             copies: Columns of copies; grows.
-            sums: [points, works] how many partial sums of a class are added up at a point.
+            sums: Where partial sums are added up.
         """
         self._classes = classes
         self._copies = copies
@@ -55,13 +56,12 @@ class Peak:
         self._spans = [_points(table, uses) for uses in classes.uses]
         self._works = len(classes.works)
         kept = _vertices(np.concatenate([table.alive_bytes, self._states(len(work))], axis=1), work)
-        several = np.unique((sums > 1).nonzero()[0])  # no other point is like these
-        kept = np.union1d(kept, several)
+        kept = np.union1d(kept, sums.points)  # no other points are like these
         self._points = kept
         self._alive = np.ascontiguousarray(table.alive_bytes[kept])
         self._work = work[kept]
-        self._sums = sums[kept]
-        self._counts = csr_array((len(kept), 2 * self._works))
+        self._sums = np.concatenate([sums.added[kept].toarray(), sums.done[kept].toarray()], axis=1)
+        self._counts = csr_array((len(kept), 3 * self._works))
         self._known_copies = -1
         self._share: list[NDArray[np.float64]] = [np.ones((0, len(columns))) for _ in placements.axes]
 
@@ -144,7 +144,7 @@ class Peak:
         counts = np.zeros((len(self._points), self._works))
         some = np.flatnonzero(self._work >= 0)
         counts[some, self._work[some]] = 1.0
-        return np.concatenate([counts, self._sums.toarray()], axis=1)
+        return np.concatenate([counts, self._sums], axis=1)
 
     def _alive_copies(self, uses: int, readers: int) -> NDArray[np.float64]:
         """[points] how many copies of a class are alive that these readers share."""

@@ -28,7 +28,7 @@ from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.peak import Peak
 from autoshard.cost_model.schedule import schedules
-from autoshard.cost_model.sums import sums_at_points
+from autoshard.cost_model.sums import find_sums
 from autoshard.evidence import KINDS, Collective
 from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout, Problem
@@ -107,7 +107,7 @@ class Predictor:
         for value, group in zip(problem.program.body.inputs, problem.groups.of_input, strict=True):
             self._arguments[of_value[value.index], group] += value.bytes
         table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans)
-        sums = sums_at_points(table, classes, problem.roles.axes, combined=backend.combines_sums)
+        sums = find_sums(table, classes, problem.roles.axes, combined=backend.combines_sums)
         self._peak = Peak(table, classes, list(columns), self.placements, self._costs.copy_columns, sums)
 
     @property

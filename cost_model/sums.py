@@ -7,20 +7,37 @@ weights are such: only the optimizer reads them. What Megatron's layers add up i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from autoshard.constrain import ANCHORS, CUT_KERNELS
 from autoshard.cost_model.classes import Classes
-from autoshard.cost_model.memory import MemoryTable
+from autoshard.cost_model.memory import END, MemoryTable
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import LogicalAxes
 from autoshard.program import Body
 
 
-def sums_at_points(table: MemoryTable, classes: Classes, axes: LogicalAxes, *, combined: bool) -> csr_array:
-    """[points, works] how many results of a class are added up at a point, if they are partial sums.
+@dataclass(frozen=True, eq=False, slots=True)
+class Sums:
+    """Where results are added up, if they are partial sums.
+
+    Attributes:
+        added: [points, works] how many results of a class are added up at a point.
+        done: [points, works] how many of them nobody would need any more there if they had been added up at once.
+        points: Where several are added up together.
+    """
+
+    added: csr_array
+    done: csr_array
+    points: NDArray[np.int64]
+
+
+def find_sums(table: MemoryTable, classes: Classes, axes: LogicalAxes, *, combined: bool) -> Sums:
+    """Where partial sums are added up.
 
     Args:
         table: What is alive where.
@@ -29,24 +46,41 @@ def sums_at_points(table: MemoryTable, classes: Classes, axes: LogicalAxes, *, c
         combined: True if the last sums of a body are one operation, where the last of them is made.
     """
     eqns = np.flatnonzero(classes.of_eqn >= 0)
-    at = table.point_of.copy()
-    for group in _last_sums(axes.program.body, axes) if combined else ():
-        at[group] = at[group].max()
-    place = (at[eqns], classes.of_eqn[eqns])
-    return csr_array((np.ones(len(eqns)), place), shape=(len(table.point_eqn), len(classes.works)))
+    at, needed = table.point_of.copy(), np.full(len(table.point_of), END, dtype=np.int64)
+    points = []
+    for last in _last_sums(axes.program.body, axes) if combined else ():
+        group = list(last)
+        together = at[group].max()
+        at[group] = together
+        needed[group] = [max((table.point_of[reader] for reader in last[eqn]), default=END) for eqn in group]
+        points.append(together)
+    shape = (len(table.point_eqn), len(classes.works))
+    over = eqns[needed[eqns] < at[eqns]]
+    added, done = (
+        csr_array((np.ones(len(found)), (at[found], classes.of_eqn[found])), shape=shape) for found in (eqns, over)
+    )
+    return Sums(added, done, np.unique(np.array(points, dtype=np.int64)))
 
 
-def _last_sums(body: Body, axes: LogicalAxes) -> Iterator[list[int]]:
-    """For each body, its equations (`Eqn.index`) with a reduced loop whose results reach no contraction there."""
+def _last_sums(body: Body, axes: LogicalAxes) -> Iterator[dict[int, list[int]]]:
+    """For each body, its equations with a reduced loop whose results reach no contraction there, and their readers.
+
+    Both by `Eqn.index`; no readers where a result leaves the body.
+    """
     needed: set[int] = set()
-    found: list[int] = []
+    readers: dict[int, list[int]] = {}
+    outputs = {v.index for v in body.outputs}
+    found: dict[int, list[int]] = {}
     for eqn in reversed(body.eqns):
         for inner in eqn.bodies:
             yield from _last_sums(inner, axes)
         waited_for = any(v.index in needed for v in eqn.outputs)
         if not waited_for and LoopKind.REDUCED in axes.rules[eqn.index].kinds:
-            found.append(eqn.index)
+            leaves = any(v.index in outputs for v in eqn.outputs)
+            found[eqn.index] = [] if leaves else [r for v in eqn.outputs for r in readers.get(v.index, ())]
         if waited_for or eqn.bodies or eqn.primitive in ANCHORS | CUT_KERNELS:
             needed.update(v.index for v in eqn.inputs)
+        for value in eqn.inputs:
+            readers.setdefault(value.index, []).append(eqn.index)
     if found:
         yield found
