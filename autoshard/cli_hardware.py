@@ -63,6 +63,10 @@ def calibration_text(found: Calibration) -> str:
         ]
     lines.append("  median distance of a measurement from the fit:")
     lines += [f"    {name:24} {share:6.1%}" for name, share in found.residuals().items()]
+    lines.append(
+        f"  even and odd rounds apart: median {found.spread(0.5):.1%}, worst {found.spread(1.0):.1%} "
+        f"(noise; where that is much, calibrate again on a quieter machine or with more --rounds)"
+    )
     return "\n".join(lines)
 
 

@@ -5,10 +5,12 @@
     collective  as in `collectives`: steps * alpha + bytes / bandwidth, for each kind over each mesh axis
     overlap     what an independent matmul and all_reduce take together, against one after the other
 
-Every program repeats its operation `REPEATS` times, so that the time of a call does not count; programs are timed in
-interleaved rounds, so that a busy moment hits them alike, and the lower quartile of the rounds is kept: other work on
-the machine only ever adds time. The fit is linear least
-squares on relative residuals with non-negative unknowns, reweighted so that outliers count less (Huber).
+Every program repeats its operation within a call, for about `CALL_S` seconds: long against what a call itself takes,
+short against a time slice of the system, so that some calls run undisturbed on a busy machine too. Programs are timed
+in interleaved rounds, so that a busy moment hits them alike, and the mean of the `LOWEST` rounds is kept: other work on
+the machine only ever adds time. Even and odd rounds, each on their own, say how far that can be relied on (`spread`).
+The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that outliers count less
+(Huber).
 
 Reference:
     Hockney (1994), "The communication challenge for MPP" (alpha-beta); Huber, Ronchetti (2009), "Robust Statistics",
@@ -36,10 +38,11 @@ from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.errors import HardwareError
 from autoshard.evidence import KINDS
 
-REPEATS = 16
-ROUNDS = 21
-FAST = 0.25
-WARM_UP = 2
+CALL_S = 2e-3
+MOST_REPEATS = 64
+ROUNDS = 100
+LOWEST = 3
+WARM_UP = 3
 MATMUL_ROWS = (64, 128, 256, 512)
 STREAM_BYTES = (2**18, 2**20, 2**22)
 COLLECTIVE_BYTES = (2**12, 2**16, 2**20, 2**22)
@@ -57,8 +60,9 @@ class Sample:
         mesh_axis: Over which it went, "" for compute.
         group_size: Devices in its group.
         amount: Flops of a matmul, bytes moved by a stream, the full bytes of a collective; per device.
-        measured_s: Seconds of one operation, lower quartile of the rounds.
+        measured_s: Seconds of one operation, mean of the lowest rounds.
         fitted_s: What the fit says.
+        spread: How far even and odd rounds, each on their own, are apart: 0.1 where the one says 10 % more.
     """
 
     what: str
@@ -67,6 +71,7 @@ class Sample:
     amount: float
     measured_s: float
     fitted_s: float = 0.0
+    spread: float = 0.0
 
     @property
     def residual(self) -> float:
@@ -94,6 +99,10 @@ class Calibration:
             groups.setdefault(name, []).append(abs(sample.residual))
         return {name: statistics.median(found) for name, found in groups.items()}
 
+    def spread(self, share: float) -> float:
+        """The spread of the measurements that so large a share of them does not exceed: 0.5 for the median."""
+        return float(np.quantile([sample.spread for sample in self.samples], share))
+
 
 def calibrate(
     mesh: Mesh,
@@ -120,8 +129,12 @@ def calibrate(
     both = _overlap_program(mesh)
     on_progress(f"measuring {len(programs)} operations on {mesh.size} devices")
     runs = [program.run for program in programs] + ([both] if both else [])
-    seconds = _interleaved(runs, rounds)
-    samples = [replace(p.sample, measured_s=s) for p, s in zip(programs, seconds, strict=False)]
+    timed = _interleaved(runs, rounds)
+    seconds = [_lowest(found) for found in timed]
+    samples = [
+        replace(p.sample, measured_s=s, spread=abs(_lowest(found[::2]) / _lowest(found[1::2]) - 1.0))
+        for p, s, found in zip(programs, seconds, timed, strict=False)
+    ]
     device = mesh.devices.flat[0]
     hardware = _fit(samples, str(device.device_kind), {str(a): int(n) for a, n in mesh.shape.items()}, dtypes)
     if both is not None:
@@ -148,22 +161,28 @@ def predicted_s(hardware: Hardware, sample: Sample) -> float:
 
 @dataclass(frozen=True)
 class _Program:
-    """A sample to be, and what to run for it."""
+    """A sample to be, and what to run for it: so many repetitions."""
 
     sample: Sample
-    run: Callable[[], Any]
+    run: Callable[[int], Any]
 
 
-def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[PartitionSpec], *args: Any) -> Callable[[], Any]:
-    """A compiled program that does `one` REPEATS times on every device; the first argument is carried through."""
+def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: Any) -> Callable[[int], Any]:
+    """A compiled program that does `one` so many times on every device; the first argument is carried through."""
 
-    def body(x: Any, *rest: Any) -> Any:
-        return jax.lax.fori_loop(0, REPEATS, lambda _, carry: one(carry, *rest), x)
+    def body(times: Any, x: Any, *rest: Any) -> Any:
+        return jax.lax.fori_loop(0, times, lambda _, carry: one(carry, *rest), x)
 
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+    every = (PartitionSpec(), *specs)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=every, out_specs=specs[0], check_vma=False)
+    placed = [
+        jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), given, spec)
+        for given, spec in zip((np.int32(1), *args), every, strict=True)
+    ]
     compiled = jax.jit(mapped).lower(*placed).compile()
-    return lambda: compiled(*placed)
+    whole = NamedSharding(mesh, PartitionSpec())
+    counts = [jax.device_put(np.int32(times), whole) for times in range(MOST_REPEATS + 1)]
+    return lambda times: compiled(counts[times], *placed[1:])
 
 
 def _compute_programs(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[_Program]:
@@ -209,7 +228,7 @@ def _collective(kind: str, axis: str, n: int) -> Callable[[Any], Any]:
     }[kind]
 
 
-def _overlap_program(mesh: Mesh) -> Callable[[], Any] | None:
+def _overlap_program(mesh: Mesh) -> Callable[[int], Any] | None:
     """A matmul and an all_reduce that do not depend on each other, over the first mesh axis of more than one device."""
     axis = next((a for a, n in mesh.shape.items() if n > 1), None)
     if axis is None:
@@ -221,32 +240,33 @@ def _overlap_program(mesh: Mesh) -> Callable[[], Any] | None:
         a, b = x
         return a @ w, reduce(b)
 
-    def body(a: Any, b: Any, w: Any) -> Any:
-        return jax.lax.fori_loop(0, REPEATS, lambda _, x: both(x, w), (a, b))
-
     rows = OVERLAP_ROWS
-    args = (
-        jnp.ones((mesh.size * rows, rows), np.float32),
-        jnp.ones((mesh.size * OVERLAP_BYTES // 4,), np.float32),
-        jnp.ones((rows, rows), np.float32) / rows,
-    )
-    specs = (everywhere, everywhere, PartitionSpec())
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(everywhere, everywhere), check_vma=False)
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
-    compiled = jax.jit(mapped).lower(*placed).compile()
-    return lambda: compiled(*placed)
+    pair = (jnp.ones((mesh.size * rows, rows), np.float32), jnp.ones((mesh.size * OVERLAP_BYTES // 4,), np.float32))
+    weight = jnp.ones((rows, rows), np.float32) / rows
+    return _repeated(mesh, both, ((everywhere, everywhere), PartitionSpec()), pair, weight)
 
 
-def _interleaved(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Seconds of one operation of each program, lower quartile of the rounds."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for round_number in range(WARM_UP + rounds):
-        for run, found in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            if round_number >= WARM_UP:
-                found.append((time.perf_counter() - start) / REPEATS)
-    return [float(np.quantile(found, FAST)) for found in seconds]
+def _interleaved(runs: Sequence[Callable[[int], Any]], rounds: int) -> list[list[float]]:
+    """Seconds of one operation of each program, by round."""
+
+    def timed(run: Callable[[int], Any], times: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(times))
+        return (time.perf_counter() - start) / times
+
+    once = [min(timed(run, 1) for _ in range(WARM_UP)) for run in runs]
+    repeats = [int(np.clip(CALL_S / least_s, 1, MOST_REPEATS)) for least_s in once]
+    return [
+        list(found)
+        for found in zip(
+            *([timed(run, times) for run, times in zip(runs, repeats, strict=True)] for _ in range(rounds)), strict=True
+        )
+    ]
+
+
+def _lowest(seconds: Sequence[float]) -> float:
+    """Mean of the lowest few."""
+    return statistics.fmean(sorted(seconds)[:LOWEST])
 
 
 # The fit -------------------------------------------------------------------------------------------------------------
