@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from autoshard.cost_model.breakdown import Purpose, purposes
 from autoshard.cost_model.collectives import joint
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
@@ -22,7 +23,7 @@ from autoshard.otherwise import predictor_for, role_of
 from autoshard.program import Value
 from autoshard.report import bytes_text, render, seconds_text
 from autoshard.throughput import Throughput
-from autoshard.trace import name_stack_of, source_line
+from autoshard.trace import source_line
 from autoshard.trial import Trial
 
 if TYPE_CHECKING:
@@ -137,13 +138,14 @@ def _seconds(predictor: Predictor, op: CollectiveOp) -> float:
 
 
 def _gradient_bytes(plan: Plan) -> int:
-    """Bytes of the parameters' gradients on one device, all at once: the last value of each that is differentiated."""
+    """Bytes of the parameters' gradients on one device, all at once: the last value of each, by the data flow."""
     program, layout = plan.traced.program, plan.layout
     axes = layout.problem.roles.axes
     last: dict[object, Value] = {}
+    purpose = purposes(layout.problem)
     for eqn in program.body.eqns:
-        if "transpose(" in name_stack_of(eqn):
-            for value in eqn.outputs:
+        for value in eqn.outputs:
+            if purpose[value.index] is Purpose.GRADIENTS:
                 last[value.shape, axes.of_value[value.index]] = value
     groups = zip(program.body.inputs, layout.problem.groups.of_input, strict=True)
     total = 0

@@ -11,14 +11,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.predict import Predictor
 from autoshard.groups import Group
-from autoshard.layout import Layout, Problem, shard_count
+from autoshard.layout import Layout, Problem
 from autoshard.program import Value
 
 
@@ -85,19 +83,18 @@ def breakdown(
         backend: What fuses, and in which order things run.
     """
     problem = layout.problem
-    whole = Predictor(problem, hardware, donated, backend).predict(layout).peak_bytes
-    number: dict[tuple[Purpose, int], int] = {}
+    if not problem.program.eqns:
+        return dict.fromkeys(Purpose, 0)
+    predictor = Predictor(problem, hardware, donated, backend)
+    at_peak = predictor.holdings(layout)
+    purpose = purposes(problem)
+    number: dict[tuple[Purpose, float], int] = {}
     columns = [
-        number.setdefault((purpose, shard_count(layout.fit(value).spec, problem.mesh_axes)), len(number))
-        for value, purpose in zip(problem.program.values, purposes(problem), strict=True)
+        number.setdefault((purpose[v.index], at_peak.share[v.index]), len(number)) for v in problem.program.values
     ]
     table = memory_table(problem.program, donated, len(number), lambda v: columns[v.index], backend)
-    share = np.array([1.0 / pieces for _, pieces in number])
-    held = table.alive_bytes * share
-    found = dict.fromkeys(Purpose, 0)
-    if len(held):
-        at_peak = held[held.sum(axis=1).argmax()]
-        for (purpose, _), count in zip(number, at_peak.tolist(), strict=True):
-            found[purpose] += round(count)
-    found[Purpose.OTHER] += max(0, whole - sum(found.values()))  # gathered copies, partial sums
-    return found
+    found = dict.fromkeys(Purpose, 0.0)
+    for ((what, share), _), held in zip(number.items(), table.alive_bytes[at_peak.point].tolist(), strict=True):
+        found[what] += held * share
+    found[Purpose.OTHER] += at_peak.beside_bytes
+    return {what: round(held) for what, held in found.items()}

@@ -90,6 +90,20 @@ class Peak:
         """How many are left."""
         return len(self._points)
 
+    def at_peak(self, index: NDArray[np.int32], held: tuple[Array, Array, Array]) -> tuple[int, float]:
+        """The point at which one layout peaks, and the bytes that it holds there beside the values.
+
+        Args:
+            index: [1, mesh axes + 1] from `Placements`.
+            held: From `Costs.held`.
+        """
+        share = self.shares(index)
+        _, column, beside = held
+        extra = np.bincount(column, beside, self._counts.shape[1]) if len(column) else np.zeros(self._counts.shape[1])
+        at_points = (self._alive @ share.T)[:, 0] + self._counts @ extra
+        peak = int(at_points.argmax())
+        return int(self._points[peak]), float((self._counts[[peak]] @ extra)[0])
+
     def bytes(self, index: NDArray[np.int32], held: tuple[Array, Array, Array]) -> NDArray[np.float64]:
         """[layouts] peak bytes.
 

@@ -71,6 +71,21 @@ class Predictions:
     peak_bytes: NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Holdings:
+    """What a device holds at the peak of a layout.
+
+    Attributes:
+        point: The point of the memory table.
+        share: By `Value.index`, which share of a value it holds.
+        beside_bytes: What it holds beside the values: copies in other specs, partial sums.
+    """
+
+    point: int
+    share: NDArray[np.float64]
+    beside_bytes: float
+
+
 class Predictor:
     """Predicts layouts of one problem on one hardware.
 
@@ -99,7 +114,7 @@ class Predictor:
         self._costs = Costs(problem, hardware, classes, self.placements, reduce_scatter=backend.has_reduce_scatter)
         lent = borrowed(problem, self.placements)
         columns: dict[tuple[int, Borrowed], int] = {}
-        of_value = [
+        self._column_of = of_value = [
             columns.setdefault((self.placements.value_column(v), lent[v.index]), len(columns))
             for v in problem.program.values
         ]
@@ -118,6 +133,12 @@ class Predictor:
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of one layout (as if its constraints are stated inside; see `Layout.inside`)."""
         return self.predict_each(self.placements.of_layout(layout)[None])[0]
+
+    def holdings(self, layout: Layout) -> Holdings:
+        """What a device holds at a layout's peak."""
+        index = self.placements.of_layout(layout)[None]
+        point, beside_bytes = self._peak.at_peak(index, self._costs.held(self._costs.rows(index)))
+        return Holdings(point, self._peak.shares(index)[0][self._column_of], beside_bytes)
 
     def throughput(self, layout: Layout, samples_per_step: float | None = None) -> Throughput:
         """How well a layout uses the devices, by the model."""

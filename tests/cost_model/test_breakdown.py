@@ -92,5 +92,29 @@ def test_the_command_prints_the_classic_table(tmp_path: Path, monkeypatch: pytes
     outcome = CliRunner().invoke(app, ["memory", "model.py:factory", "--mesh", "data=8", "--cpu-devices", "8"])
     assert outcome.exit_code == 0, outcome.output
     rows = {line[:18].strip(): line[18:].split() for line in outcome.output.splitlines()[2:]}
-    assert rows["parameters"] == ["32.00", "KiB", "4.00", "KiB"], "old and new, split over 8"
+    assert rows["parameters"] == ["32.00", "KiB", "2.00", "KiB"], "old and new; split over 8 the old, gathered"
     assert set(rows) == {"parameters", "gradients", "optimizer state", "activations", "other", "total"}
+
+
+def test_gradients_are_told_where_layers_are_scanned_and_fully_sharded() -> None:
+    """Where every gradient is alive at the peak, they are as large as their parameters, a share on each device."""
+
+    def step(ws: jax.Array, moments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(ws: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0] ** 2)
+
+        grads = jax.grad(loss)(ws)
+        moments = 0.9 * moments + grads * jnp.sum(grads**2) ** -0.5
+        return ws - 0.1 * moments, moments
+
+    layers, side, batch = 4, 64, 512
+    made = prepared(
+        step, (*(array(layers, side, side),) * 2, array(batch, side)), mesh_of(data=4), donate_argnums=(0, 1)
+    )
+    donated, size = made.traced.call.donated, 4 * layers * side * side
+    for backend in (CPU, ACCELERATOR):
+        found = breakdown(layout_of(made, "x.0->data", "ws.1->data"), h100, donated, backend)
+        assert found[Purpose.PARAMETERS] == pytest.approx(size / 4, rel=0.3)
+        assert found[Purpose.GRADIENTS] == pytest.approx(size / 4, rel=0.3)
+        assert found[Purpose.OPTIMIZER] == pytest.approx(size / 4, rel=0.3)
+        assert found[Purpose.ACTIVATIONS] >= layers * batch * side
