@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import autoshard
-from autoshard.cost_model.hardware import Link, tpu_v5e
+from autoshard.cost_model.hardware import Hardware, Link, tpu_v5e
 from tests.whole_models.model import WholeModel
 
 SHRUNK = 64
@@ -36,14 +36,20 @@ def replicated_peak_bytes(model: WholeModel) -> int:
     return plan.compile().evidence.peak_bytes
 
 
-def search(model: WholeModel, budget_bytes: int | None, mesh: Mesh | None = None, compiled: int = 3) -> autoshard.Plan:
+def search(
+    model: WholeModel,
+    budget_bytes: int | None,
+    mesh: Mesh | None = None,
+    compiled: int = 3,
+    hardware: Hardware = SCALE_MODEL,
+) -> autoshard.Plan:
     """The plan found for a model; compiled and verified, not measured."""
     return autoshard.optimize(
         model.step,
         model.args,
         mesh_of() if mesh is None else mesh,
         donate_argnums=model.donate,
-        hardware=SCALE_MODEL,
+        hardware=hardware,
         memory_budget_bytes=budget_bytes,
         effort=autoshard.Effort(compiled=compiled, measured=0),
         progress=False,
