@@ -98,7 +98,7 @@ class Agreement:
         *,
         limit_s: float = LIMIT_S,
         grace_s: float = GRACE_S,
-        on_lost: Callable[[str], None] = lambda reason: None,
+        on_lost: Callable[[str, bool], None] = lambda reason, failed: None,
         on_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         """Joins nothing yet.
@@ -109,7 +109,8 @@ class Agreement:
             members: Numbers of all; the least one leads.
             limit_s: See `LIMIT_S`.
             grace_s: See `GRACE_S`.
-            on_lost: Called from another thread, with the reason, before this process ends because others failed.
+            on_lost: Called from another thread before this process ends because it waits for others in vain, with the
+                reason, and whether that is what failed in the step (else they left for reasons of their own).
             on_interrupt: Called from another thread of the leader when another process was interrupted.
         """
         self.own, self.members, self.limit_s = own, tuple(sorted(members)), limit_s
@@ -128,7 +129,10 @@ class Agreement:
 
     def __enter__(self) -> Agreement:
         group = "autoshard/" + "-".join(map(str, self.members))
-        number = self._store.count(f"{group}/count/{self.own}")
+        try:
+            number = self._store.count(f"{group}/count/{self.own}")
+        except RuntimeError as error:
+            raise Ended(f"jax's coordination service does not answer ({_one_line(error)})") from None
         self._prefix = f"{group}/{number}/"
         self._previous = f"{group}/{number - 1}/"
         self._stderr = os.dup(2)  # file descriptor 2 itself is captured now and then
@@ -164,12 +168,14 @@ class Agreement:
         except (LeftError, ProcessFailedError):
             raise
         except BaseException as error:
-            self._say(f"{self._at[0]}/left", _one_line(error))
+            if self.leads or isinstance(error, Exception):  # else this process ends, and says so
+                self._say(f"{self._at[0]}/left", _one_line(error))
             raise
         finally:
             self._watched = False
         if self.leads:  # all have come to the end of this step, so all have read what was posted in the one before
-            self._store.delete(f"{self._prefix}{self._at[0] - 1}/" if self._at[0] > 1 else self._previous)
+            with suppress(RuntimeError):
+                self._store.delete(f"{self._prefix}{self._at[0] - 1}/" if self._at[0] > 1 else self._previous)
 
     def gather(self, value: _T, failed: str = "") -> list[tuple[str, _T]]:
         """A turn: (why it failed, value) of each process, in the order of their numbers.
@@ -323,8 +329,8 @@ class Agreement:
                     interrupted = True
                     self.on_interrupt()
                 at = self._at
-                why = self._failure(at) if self._watched else ""
-            except Ended:
+                why, failed = self._missing(at) if self._watched else ("", False)
+            except (Ended, RuntimeError):
                 continue  # the main thread finds out as well; where it cannot, jax ends the process
             now_s = time.monotonic()
             if not why or self._at != at or not self._watched:
@@ -332,26 +338,30 @@ class Agreement:
             elif stuck is None or stuck[0] != at:
                 stuck = at, now_s
             elif now_s - stuck[1] > self._grace_s:
-                self._lose(why)
+                self._lose(why, failed)
 
-    def _failure(self, at: tuple[int, int]) -> str:
-        """Why another process will not take part in the turn that this one is on its way to; empty if it may."""
+    def _missing(self, at: tuple[int, int]) -> tuple[str, bool]:
+        """Why another process will not take part in the turn that this one is on its way to, empty if it may; and
+        whether it failed in this step.
+        """  # noqa: D205 - one sentence
         step, turn = at
-        for member, why in {**self._said("end"), **self._said(f"{step}/left")}.items():
-            return f"process {member} left ({why})"
         for key, posted in self._store.below(f"{self._prefix}{step}/{turn + 1}/").items():
             failed = msgspec.msgpack.decode(posted)[0]
             if failed:
-                return f"on process {key.rpartition('/')[2]}: {failed}"
-        return ""
+                return f"on process {key.rpartition('/')[2]}: {failed}", True
+        for member, why in self._said(f"{step}/left").items():
+            return f"process {member} left ({why})", True
+        for member, why in self._said("end").items():
+            return f"process {member} ended ({why})", False
+        return "", False
 
-    def _lose(self, why: str) -> NoReturn:
+    def _lose(self, why: str, failed: bool) -> NoReturn:
         """Ends this process, in which a program waits for devices of another process and would for ever."""
         text = f"process {self.own} is stuck on its devices since another process failed, and ends: {why}"
         self._say("end", text)
         with suppress(Exception):
             log.error("%s", text)
-            self.on_lost(why)
+            self.on_lost(why, failed)
         with suppress(OSError):
             os.write(self._stderr, f"autoshard: {text}\n".encode())
         os._exit(LOST)

@@ -149,7 +149,9 @@ class Bench:
         if self._start is None:
             mesh = self.prepared.request.mesh.auto
             everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-            ones = jax.make_array_from_callback((mesh.size,), everywhere, lambda index: np.ones(mesh.size)[index])
+            ones = jax.make_array_from_callback(
+                (mesh.size,), everywhere, lambda index: np.ones(mesh.size, np.float32)[index]
+            )
             total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
             self._start = lambda: jax.block_until_ready(total(ones))
         self._start()

@@ -210,9 +210,9 @@ class Shared:
         for racer in racers:
             _update(racer, trials_of(records[task]))
 
-    def lose(self, reason: str) -> None:
-        """Ends the task in work: its process is about to end, for this reason."""
-        self.tasks.lose(f"running failed: {reason}")
+    def lose(self, reason: str, failed: bool) -> None:
+        """Ends the task in work: its process is about to end, because the task `failed` or for another reason."""
+        self.tasks.lose(f"running failed: {reason}" if failed else None)
 
     # Choices --------------------------------------------------------------------------------------------------------
 

@@ -359,15 +359,19 @@ class Tasks:
         self._finish(trial_id, task, work.title, result)
         return True
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str | None) -> None:
         """Ends the task in work, whose process is about to end; may be called from another thread.
 
-        What is one candidate's fault is recorded as its; else the task is free at once, and this counts as a death.
+        Args:
+            reason: Why the task failed: recorded where it is about one candidate, else this counts as a death. None
+                where the task is not at fault; then it is handed back.
         """
         if self._at is None:
             return
         trial_id, task, work = self._at
-        if work.of_one:
+        if reason is None:
+            self._end(trial_id, "handed back")
+        elif work.of_one:
             self._finish(trial_id, task, work.title, work.give_up(reason))
         else:
             self._end(trial_id, "stale")

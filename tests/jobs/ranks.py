@@ -200,6 +200,21 @@ def global_arrays(mesh: Any, own: int) -> dict[str, Any]:
     return search(mesh, fn=noisy_step, example_args=(params, spread(x, ("data", "model")), y, keys))
 
 
+def any_shape(mesh: Any, own: int) -> dict[str, Any]:
+    import autoshard
+
+    return search("4", effort=autoshard.Effort(compiled=1, measured=0))
+
+
+def explicit_axes(mesh: Any, own: int) -> dict[str, Any]:
+    import jax
+
+    import autoshard
+
+    explicit = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    return search(explicit, effort=autoshard.Effort(compiled=1, measured=1))
+
+
 def compile_fails(mesh: Any, own: int) -> dict[str, Any]:
     from autoshard import bench
 
@@ -236,7 +251,7 @@ def one_is_slow(mesh: Any, own: int) -> dict[str, Any]:
 def nothing_fits(mesh: Any, own: int) -> dict[str, Any]:
     import autoshard
 
-    return search(mesh, memory_budget_bytes="1KiB", effort=autoshard.Effort(compiled=1, measured=0))
+    return search(mesh, memory_budget_bytes="1KiB", effort=autoshard.Effort(compiled=0, measured=0))
 
 
 def other_values(mesh: Any, own: int) -> dict[str, Any]:
@@ -297,8 +312,8 @@ def leader_interrupted(mesh: Any, own: int) -> dict[str, Any]:
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     case.__name__: case
     for case in (
-        global_arrays, compile_fails, placing_fails, wrong_numbers, one_is_slow, nothing_fits, other_values,
-        other_function, late, other_interrupted, leader_interrupted,
+        global_arrays, any_shape, explicit_axes, compile_fails, placing_fails, wrong_numbers, one_is_slow,
+        nothing_fits, other_values, other_function, late, other_interrupted, leader_interrupted,
     )
 }  # fmt: skip
 

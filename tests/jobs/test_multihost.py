@@ -60,6 +60,16 @@ def test_all_processes_return_the_same_verified_plan_of_arrays_that_span_them(fo
     assert sum(t["measured"] is not None for t in plan["trials"]) == 2
 
 
+def test_shapes_of_the_mesh_are_searched_together(found: Found) -> None:
+    plan = same_on_both(found, "any_shape")
+    assert plan["verified"][0]
+    assert any("was chosen of" in note for note in plan["notes"])
+
+
+def test_explicit_axes_span_processes_as_well(found: Found) -> None:
+    assert same_on_both(found, "explicit_axes")["verified"][0]
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
