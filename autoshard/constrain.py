@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autoshard.dim_rules import LoopKind, attention
+from autoshard.dim_rules import DimRule, LoopKind, attention
 from autoshard.kernels import params_of_piece
 from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
@@ -41,7 +41,30 @@ ANCHORS = frozenset(
 CUT_KERNELS = frozenset({"pallas_call", "ffi_call"})
 """Kernels that go into a `shard_map` where their work is split; the partitioner would run them whole."""
 
-_STATED = (LoopKind.PASS, LoopKind.REDUCED)
+SHIFTS = frozenset(
+    {
+        "concatenate",
+        "pad",
+        "reduce_window",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reduce_window_sum",
+        "rev",
+        "slice",
+        "split",
+    }
+)
+"""Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand.
+
+Otherwise the partitioner would carry the split on to the other side, which is another logical axis, and on to the next
+anchor.
+"""
+_FREE_WHOLE = ANCHORS - {"conv_general_dilated"}
+"""Anchors whose WHOLE loops are left to the partitioner, which looks up rows of a split table without gathering it.
+
+A convolution states them: where the space of a kernel gradient stays split, XLA's partitioner adds up all devices,
+copies included (jax 0.10.2 and 0.12.0.1, split over 4 of 4x2 devices: exactly twice the gradient).
+"""
 
 
 def constraints_for(layout: Layout) -> Constraints:
@@ -50,6 +73,7 @@ def constraints_for(layout: Layout) -> Constraints:
         return Constraints({})
     program = layout.problem.program
     eqns = {e.index: _anchor(layout, e) for e in program.eqns if e.primitive in ANCHORS}
+    eqns |= {e.index: _anchor(layout, e) for e in program.eqns if e.primitive in SHIFTS and _shifts_split(layout, e)}
     eqns |= {e.index: _kernel(layout, e) for e in program.eqns if e.primitive in CUT_KERNELS}
     outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = {}
     for eqn in program.eqns:
@@ -82,27 +106,77 @@ def _stored(layout: Layout, value: Value) -> PartitionSpec:
     return to_partition_spec(fit.spec, fit.open_dims)
 
 
+def _unstated(primitive: str) -> tuple[LoopKind, ...]:
+    return (LoopKind.WHOLE,) if primitive in _FREE_WHOLE and primitive not in attention.RULES else ()
+
+
+def leaves_open(primitive: str, rule: DimRule, loops: Sequence[int]) -> bool:
+    """Whether an anchor leaves a dimension of an operand to the partitioner whatever the layout."""
+    return any(rule.kinds[loop] in _unstated(primitive) for loop in loops)
+
+
+def closed_dims(primitive: str, rule: DimRule, loops: Sequence[int]) -> frozenset[int]:
+    """Dimensions of an operand that an anchor shifts: they are never open.
+
+    Where the work splits one otherwise than the store, the operand is stated as stored first. Else what makes it would
+    be split as the work is, back to the last anchor.
+    """
+    if primitive not in SHIFTS and primitive != "conv_general_dilated":
+        return frozenset()
+    return frozenset(d for d, loop in enumerate(loops) if rule.kinds[loop] in (LoopKind.PERMUTED, LoopKind.WHOLE))
+
+
+def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
+    """Whether the layout splits a PERMUTED loop, or the dimension of an operand over which one runs."""
+    axes = layout.problem.roles.axes
+    rule = axes.rules[eqn.index]
+    if LoopKind.PERMUTED not in rule.kinds or axes.constant[eqn.outputs[0].index]:
+        return False
+    shifted = {i for i, kind in enumerate(rule.kinds) if kind is LoopKind.PERMUTED}
+    if any(layout.work(eqn).spec[i] for i in shifted):
+        return True
+    return any(
+        layout.fit(value).spec[dim]
+        for value, loops in zip(eqn.inputs, rule.operands, strict=True)
+        for dim, loop in enumerate(loops)
+        if loop in shifted
+    )
+
+
 def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     rule = layout.problem.roles.axes.rules[eqn.index]
     work = layout.work(eqn)
     exact = eqn.primitive in attention.RULES  # it refuses operands that are split otherwise
+    unstated = _unstated(eqn.primitive)
 
     def as_work(value: Value, loops: tuple[int, ...]) -> PartitionSpec:
         spec = tuple(work.spec[i] for i in loops)
-        free = {d for d, i in enumerate(loops) if i in work.open_dims or rule.kinds[i] not in _STATED}
+        free = {
+            d
+            for d, i in enumerate(loops)
+            if rule.kinds[i] in unstated or (i in work.open_dims and d not in closed(loops))
+        }
         return to_partition_spec(spec, () if exact else free)
+
+    def closed(loops: tuple[int, ...]) -> frozenset[int]:
+        return closed_dims(eqn.primitive, rule, loops)
 
     operands = {
         i: as_work(value, loops)
         for i, (value, loops) in enumerate(zip(eqn.inputs, rule.operands, strict=True))
         if value.shape and not value.literal and value.bytes
     }
+    kept = {}
+    for i in operands:
+        fit, loops = layout.fit(eqn.inputs[i]), rule.operands[i]
+        if any(fit.spec[d] != work.spec[loops[d]] for d in closed(loops)):
+            kept[i] = to_partition_spec(fit.spec, fit.open_dims)
     results = {}
     for i, (value, loops) in enumerate(zip(eqn.outputs, rule.results, strict=True)):
         if value.shape:
             raw, stored = as_work(value, loops), _stored(layout, value)
             results[i] = (raw,) if raw == stored else (raw, stored)
-    return EqnConstraints(operands, results) if operands or results else None
+    return EqnConstraints(operands, results, kept=kept) if operands or results else None
 
 
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
@@ -140,7 +214,8 @@ class PlacedConstraint:
     Attributes:
         source: `file.py:line` of the model.
         primitive: The anchor.
-        place: `operand 0`, `result 0 as computed`, `result 0 as stored`, `carry 1`, `operand 0 of the shard_map`.
+        place: `operand 0 as stored`, `operand 0`, `result 0 as computed`, `result 0 as stored`, `carry 1`,
+            `operand 0 of the shard_map`.
         shape: Shape of the value.
         spec: What is stated.
     """
@@ -174,6 +249,10 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
                         for i, (value, spec) in enumerate(zip(values, cut, strict=True)):
                             place = f"{side} {i} of the shard_map"
                             found.append(PlacedConstraint(line, eqn.primitive, place, value.shape, spec))
+                for i, spec in wanted.kept.items():
+                    found.append(
+                        PlacedConstraint(line, eqn.primitive, f"operand {i} as stored", eqn.inputs[i].shape, spec)
+                    )
                 for i, spec in wanted.operands.items():
                     found.append(PlacedConstraint(line, eqn.primitive, f"operand {i}", eqn.inputs[i].shape, spec))
                 for i, specs in wanted.results.items():

@@ -41,6 +41,7 @@ class EqnConstraints:
 
     Attributes:
         operands: The spec an operand is brought to before the work.
+        kept: The spec an operand is stated in first, where what makes it must not be split as the work is.
         results: The spec of the raw result (the work), then that of the stored result where the two differ.
         pieces: How a kernel is run by pieces; None for what the partitioner splits itself.
     """
@@ -48,6 +49,7 @@ class EqnConstraints:
     operands: Mapping[int, PartitionSpec] = field(default_factory=dict)
     results: Mapping[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
     pieces: Pieces | None = None
+    kept: Mapping[int, PartitionSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Constraints:
 
     def __len__(self) -> int:
         inner = sum(
-            len(c.operands) + sum(map(len, c.results.values())) + (c.pieces is not None) for c in self.eqns.values()
+            len(c.operands) + len(c.kept) + sum(map(len, c.results.values())) + (c.pieces is not None)
+            for c in self.eqns.values()
         )
         return inner + sum(map(len, self.outputs.values()))
 
@@ -86,6 +89,7 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
 
     def rewrite(jaxpr: Any, body: Body, owner: tuple[int, int] | None) -> Any:
         eqns: list[Any] = []
+        kept: dict[tuple[Any, PartitionSpec], Any] = {}
         last = None
         for built in body.eqns:
             eqn = last = built.origin
@@ -104,6 +108,11 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
             invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
             for position, spec in sorted(wanted.operands.items()):
                 source = invars[position]
+                if (first := wanted.kept.get(position)) is not None:
+                    if (source, first) not in kept:  # once for all that read it, so that they share what moves
+                        kept[source, first] = compat.new_var(source.aval)
+                        eqns.append(make(source, kept[source, first], first, eqn))
+                    source = kept[source, first]
                 invars[position] = compat.new_var(source.aval)
                 eqns.append(make(source, invars[position], spec, eqn))
             for position, specs in sorted(wanted.results.items()):

@@ -4,7 +4,7 @@ XLA:CPU as of jax 0.10 and 0.12, read off its buffer assignments and schedules (
 
 - its scheduler runs whatever is ready first in, first out (breadth first), so that thunks can run concurrently;
 - a reduction is a library call that reads its operand from memory, as a contraction does;
-- it has no reduce_scatter: all_reduce, then a slice;
+- it has no reduce_scatter: all_reduce, then a slice; and no pass that joins an all_reduce of an all_reduce;
 - all_reduces over the same groups that do not need each other are combined, whatever their size.
 
 The GPU and TPU compilers schedule for low memory, which the order of the program comes close to, fuse elementwise
@@ -23,6 +23,8 @@ class Backend:
     Attributes:
         name: For people.
         has_reduce_scatter: False where it becomes all_reduce and a slice.
+        folds_all_reduces: True where sums over several mesh axes are one all_reduce; False: the partitioner adds the
+            partial results of a contraction loop by loop, and nothing joins its all_reduces.
         breadth_first: True where equations run as soon as their operands are there; False: in program order.
         fuses_into_reductions: True where a reduction computes what it reads on the fly.
         copies_transposed: True where a contraction wants its operands with the contracted dimension in place (last on
@@ -36,6 +38,7 @@ class Backend:
 
     name: str
     has_reduce_scatter: bool
+    folds_all_reduces: bool
     breadth_first: bool
     fuses_into_reductions: bool
     copies_transposed: bool
@@ -47,6 +50,7 @@ class Backend:
 CPU = Backend(
     "cpu",
     has_reduce_scatter=False,
+    folds_all_reduces=False,
     breadth_first=True,
     fuses_into_reductions=False,
     copies_transposed=True,
@@ -57,6 +61,7 @@ CPU = Backend(
 ACCELERATOR = Backend(
     "accelerator",
     has_reduce_scatter=True,
+    folds_all_reduces=True,
     breadth_first=False,
     fuses_into_reductions=True,
     copies_transposed=False,

@@ -14,7 +14,9 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost_model.born import Readers
 from autoshard.cost_model.compute import FUSED, flops
+from autoshard.cost_model.halo import exchanges
 from autoshard.cost_model.schedule import UPDATES, Schedule
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
@@ -100,10 +102,11 @@ class Classes:
 
 
 class _Builder:
-    def __init__(self, problem: Problem, plans: Mapping[Body, Schedule]) -> None:
+    def __init__(self, problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]) -> None:
         self._problem = problem
         self._plans = plans
         self._axes = problem.roles.axes
+        self._born = born
 
     def build(self) -> Classes:
         works: dict[object, list[Eqn]] = {}
@@ -158,7 +161,8 @@ class _Builder:
     def _seen(self, value: Value) -> object:
         """What the cost of moving a value depends on; a pinned value is a class of its own."""
         pinned = value.index if value.index in self._problem.pins else -1
-        return self._problem.value_signature(value), value.itemsize, pinned
+        made_for = tuple((self._problem.work_signature(e), loops) for e, loops in self._born.get(value.index, ()))
+        return self._problem.value_signature(value), value.itemsize, pinned, made_for
 
     def _work_key(self, eqn: Eqn) -> object:
         rule = self._axes.rules[eqn.index]
@@ -169,7 +173,7 @@ class _Builder:
 
         return (
             family, flops(eqn, rule), rule.kinds, self._problem.work_signature(eqn), side(eqn.inputs, rule.operands),
-            side(eqn.outputs, rule.results),
+            side(eqn.outputs, rule.results), exchanges(eqn, rule),
         )  # fmt: skip
 
     def _work(self, eqn: Eqn, times: float, transfers: Sequence[float]) -> Work:
@@ -214,14 +218,15 @@ def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
     return [*reads, *writes, 0.0 if fused else 1.0]
 
 
-def find_classes(problem: Problem, plans: Mapping[Body, Schedule]) -> Classes:
+def find_classes(problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]) -> Classes:
     """The classes of a problem's program.
 
     Args:
         problem: The problem.
         plans: What fuses in each body (`schedule.schedules`).
+        born: Its `born_values`.
     """
-    return _Builder(problem, plans).build()
+    return _Builder(problem, plans, born).build()
 
 
 def bodies_of(body: Body, times: float) -> Iterator[tuple[Body, float]]:

@@ -9,17 +9,21 @@ new.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.constrain import ANCHORS, closed_dims
+from autoshard.cost_model.backend import Backend
+from autoshard.cost_model.born import Columns, Readers
 from autoshard.cost_model.classes import Classes, Operand, Uses, Work
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.moves import Array, Links, Moves, Specs
 from autoshard.cost_model.rows import Group, Held
-from autoshard.dim_rules import LoopKind
+from autoshard.cost_model.shifts import Shifts, Turned
+from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
 from autoshard.program import Eqn
@@ -30,15 +34,24 @@ Placed = NDArray[np.int8]
 class _Reads:
     """Operands, results or readers as arrays: which value, which work, and the dimension of each loop."""
 
-    def __init__(self, placements: Placements, items: Sequence[tuple[Eqn, Operand]], max_loops: int) -> None:
+    def __init__(
+        self,
+        placements: Placements,
+        columns: Columns,
+        rules: Sequence[DimRule],
+        items: Sequence[tuple[Eqn, Operand]],
+        max_loops: int,
+    ) -> None:
         count = len(items)
         rank = max((len(o.loops) for _, o in items), default=0)
-        self.work = np.array([placements.work_column(eqn) for eqn, _ in items], dtype=np.int64)
-        self.value = np.array([placements.value_column(o.value) for _, o in items], dtype=np.int64)
+        self.work = np.array([columns.work(eqn) for eqn, _ in items], dtype=np.int64)
+        self.value = np.array([columns.value(o.value) for _, o in items], dtype=np.int64)
         self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
         self.dim_of_loop = np.full((count, max_loops + 1), -1, dtype=np.int8)
         self.sizes = np.ones((count, rank + 1), dtype=np.int64)
-        for i, (_, operand) in enumerate(items):
+        self.closed = np.zeros((count, rank + 1), dtype=bool)
+        for i, (eqn, operand) in enumerate(items):
+            self.closed[i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.loops))] = True
             for dim in reversed(range(len(operand.loops))):
                 self.dim_of_loop[i, operand.loops[dim]] = dim
             self.sizes[i, : len(operand.loops)] = operand.value.shape
@@ -83,19 +96,27 @@ class Costs:
     """
 
     def __init__(
-        self, problem: Problem, hardware: Hardware, classes: Classes, placements: Placements, *, reduce_scatter: bool
+        self,
+        problem: Problem,
+        hardware: Hardware,
+        classes: Classes,
+        placements: Placements,
+        born: Mapping[int, Readers],
+        backend: Backend,
     ) -> None:
         self._placements = placements
         self._hardware = hardware
-        self._reduce_scatter = reduce_scatter
-        rules = problem.roles.axes.rules
+        self._reduce_scatter = backend.has_reduce_scatter
+        rules = self._rules = problem.roles.axes.rules
         max_loops = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
         max_rank = max((len(v.shape) for v in problem.program.values), default=0)
+        self._columns = Columns(problem, placements, born, max_loops)
         self.specs = Specs(placements, max_rank)
         self.links = Links(hardware, placements, problem.mesh_axes)
         self._slots = self.links.slots
         self._works, self._uses = classes.works, classes.uses
-        self._prepare_works(placements, classes.works, max_loops)
+        self._prepare_works(placements, classes.works, max_loops, backend)
+        self._turned = Turned(placements, rules, [w.eqn for w in classes.works])
         self._prepare_uses(problem, placements, classes.uses, max_loops)
         self._group(classes)
         self._count = 0
@@ -107,18 +128,25 @@ class Costs:
 
     # Classes as arrays ----------------------------------------------------------------------------------------------
 
-    def _prepare_works(self, placements: Placements, works: Sequence[Work], max_loops: int) -> None:
+    def _prepare_works(self, placements: Placements, works: Sequence[Work], max_loops: int, backend: Backend) -> None:
         self._work_times = np.array([w.times for w in works])
         self._work_flops = np.array([w.flops for w in works])
         self._work_rate = np.array(
             [self._hardware.flops_per_s(w.results[0].value.dtype if w.results else "float32") for w in works]
         )
-        self._work_column = np.array([placements.work_column(w.eqn) for w in works], dtype=np.int64)
+        self._work_column = np.array([self._columns.work(w.eqn) for w in works], dtype=np.int64)
         self._reduced = _loops_of_kind([w.kinds for w in works], LoopKind.REDUCED, max_loops)
+        self._apart = np.array(
+            [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works], dtype=bool
+        )
         self._operands_of = _Ragged([len(w.operands) for w in works])
         self._results_of = _Ragged([len(w.results) for w in works])
-        self._operands = _Reads(placements, [(w.eqn, o) for w in works for o in w.operands], max_loops)
-        self._results = _Reads(placements, [(w.eqn, o) for w in works for o in w.results], max_loops)
+        self._operands = _Reads(
+            placements, self._columns, self._rules, [(w.eqn, o) for w in works for o in w.operands], max_loops
+        )
+        self._results = _Reads(
+            placements, self._columns, self._rules, [(w.eqn, o) for w in works for o in w.results], max_loops
+        )
         self._loads = np.array([o.transfers for w in works for o in w.operands])
         self._writes = np.array([o.transfers for w in works for o in w.results])
         self._work_op_s = np.array([w.stores * self._hardware.op_s for w in works])
@@ -127,11 +155,14 @@ class Costs:
         self._uses_times = np.array([u.times for u in uses])
         self._readers_of = _Ragged([len(u.readers) for u in uses])
         self._readers = _Reads(
-            placements, [(eqn, Operand(u.value, loops, False)) for u in uses for eqn, loops in u.readers], max_loops
+            placements,
+            self._columns,
+            self._rules,
+            [(eqn, Operand(u.value, loops, False)) for u in uses for eqn, loops in u.readers],
+            max_loops,
         )
         rules = problem.roles.axes.rules
-        kinds = [rules[eqn.index].kinds for u in uses for eqn, _ in u.readers]
-        self._permuted = _loops_of_kind(kinds, LoopKind.PERMUTED, max_loops) & (self._readers.dim_of_loop >= 0)
+        self._shifts = Shifts(placements, rules, [(u.value, eqn, loops) for u in uses for eqn, loops in u.readers])
         self._reader_bit = 1 << np.concatenate(
             [np.zeros(0, dtype=np.int64), *(np.arange(len(u.readers), dtype=np.int64) % 62 for u in uses)]
         )
@@ -141,11 +172,16 @@ class Costs:
         place = self._placements
         nothing = place.columns - 1
         columns: list[frozenset[int]] = []
+
+        def needed(found: Iterable[int]) -> frozenset[int]:
+            return frozenset(base for column in found for base in self._columns.bases(column))
+
         for work in classes.works:
             values = [o.value for o in (*work.operands, *work.results)]
-            columns.append(frozenset([place.work_column(work.eqn), *map(place.value_column, values)]))
+            columns.append(needed([self._columns.work(work.eqn), *map(self._columns.value, values)]))
         for use in classes.uses:
-            columns.append(frozenset([place.value_column(use.value), *(place.work_column(e) for e, _ in use.readers)]))
+            works = [self._columns.work(e) for e, _ in use.readers]
+            columns.append(needed([self._columns.value(use.value), *works]))
         members: dict[frozenset[int], list[int]] = {}
         for number, found in enumerate(columns):
             members.setdefault(found - {nothing}, []).append(number)
@@ -228,7 +264,7 @@ class Costs:
     def least_compute_s(self) -> float:
         """Seconds of compute that no layout goes below: every class split over every mesh axis that divides a loop."""
         devices = int(self.specs.devices[-1])
-        most = np.array([self._most_pieces(column) for column in self._work_column.tolist()])
+        most = np.array([self._most_pieces(self._placements.work_column(work.eqn)) for work in self._works])
         owner, entry = self._operands_of.of(np.arange(len(self._works)))
         traffic = _sum_by(owner, self._operands.bytes[entry] // devices * self._loads[entry], len(self._works))
         owner, entry = self._results_of.of(np.arange(len(self._works)))
@@ -250,13 +286,6 @@ class Costs:
         """
         return self._held.of(rows)
 
-    def _placed(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, Placed]:
-        """[n, axes] dimensions, and [n] orders, of one column for each entry."""
-        rows = self._placements.rows
-        dims = [rows[a].array[at[:, a], columns] for a in range(len(rows) - 1)]
-        placed = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), dtype=np.int8)
-        return placed, rows[-1].array[at[:, -1], columns]
-
     def _want(
         self, reads: _Reads, entry: Array, work: Placed, work_order: Placed, have: Placed, order: Placed
     ) -> tuple[Placed, Placed]:
@@ -268,7 +297,8 @@ class Costs:
             want, work_order = want.copy(), work_order.copy()
             mine, theirs = want[opened], have[opened]
             taken = (mine[:, :, None] == theirs[:, None, :]).any(axis=1)  # by dimension of each axis of `theirs`
-            inherit = (mine < 0) & (theirs >= 0) & ~taken
+            shut = np.take_along_axis(reads.closed[entry[opened]], np.maximum(theirs, 0).astype(np.int64), axis=1)
+            inherit = (mine < 0) & (theirs >= 0) & ~taken & ~shut
             want[opened] = np.where(inherit, theirs, mine)
             some = inherit.any(axis=1)
             work_order[opened[some]] = order[opened[some]]
@@ -290,12 +320,12 @@ class Costs:
 
     def _compute_works(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
         devices = self.specs.devices
-        work, work_order = self._placed(at, self._work_column[number])
+        work, work_order = self._columns.placed(at, self._work_column[number])
         arithmetic_s = self._work_flops[number] / devices[self.specs.mask(work)] / self._work_rate[number]
         moves = Moves()
 
         owner, entry = self._operands_of.of(number)
-        have, order = self._placed(at[owner], self._operands.value[entry])
+        have, order = self._columns.placed(at[owner], self._operands.value[entry])
         want, _ = self._want(self._operands, entry, work[owner], work_order[owner], have, order)
         local = self._operands.bytes[entry] // devices[self.specs.mask(want)]
         traffic = _sum_by(owner, local * self._loads[entry], len(number))
@@ -307,7 +337,7 @@ class Costs:
         raw = np.take_along_axis(results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1)
         local = value_bytes // devices[self.specs.mask(raw)]
         traffic += _sum_by(owner, local * self._writes[entry], len(number))
-        stored, order = self._placed(at[owner], results.value[entry])
+        stored, order = self._columns.placed(at[owner], results.value[entry])
         target, order = _left_open(raw, work_order[owner], stored, order)
         loops = np.where(mine >= 0, mine, pad).astype(np.int64)
         partial = np.take_along_axis(self._reduced[number[owner]], loops, axis=1)
@@ -315,10 +345,12 @@ class Costs:
         before = self.specs.number(raw, work_order[owner])
         after = self.specs.number(target, order)
         scattered: Array = split & self.specs.mask(target) if self._reduce_scatter else np.zeros_like(split)
-        moves.add("all_reduce", owner, split & ~scattered, local)
-        moves.add("reduce_scatter", owner, scattered, local)
+        for mine_too in self._summed_together(number[owner], mine):
+            moves.add("all_reduce", owner, split & ~scattered & mine_too, local)
+            moves.add("reduce_scatter", owner, scattered & mine_too, local)
         sliced = self.specs.number(np.where(partial, np.int8(-1), target), order)
         moves.reshard(self.specs, owner, value_bytes, before, sliced)
+        self._turned.add(moves, self.specs, number[owner], owner, mine, local)
         again = (split != 0) & ((split & self.specs.mask(target) & ~scattered) != 0)  # summed whole, then sliced
         pending = _sum_by(owner, np.where(split != 0, local * (1 + again), 0), len(number))
         moved = _sum_by(owner, np.where((split == 0) & (before != after), local, 0), len(number))
@@ -335,20 +367,31 @@ class Costs:
             np.concatenate([held[some] for some, held, _ in found]).astype(np.int64),
         )
 
+    def _summed_together(self, number: Array, work: Placed) -> list[Array]:
+        """[n] sets of mesh axes (bits), of each of which partial sums are added at once."""
+        count = work.shape[1]
+        every = np.full(len(number), (1 << count) - 1, dtype=np.int64)
+        apart = self._apart[number]
+        if not apart.any():
+            return [every]
+        sets = []
+        for axis in range(count):
+            same = (work == work[:, axis : axis + 1]) & (work >= 0)
+            first = ~same[:, :axis].any(axis=1)  # of the mesh axes that split its loop
+            alone = np.where(first & same.any(axis=1), same @ (1 << np.arange(count)), 0)
+            sets.append(np.where(apart, alone, every if axis == 0 else 0))
+        return sets
+
     def _compute_uses(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
         devices = self.specs.devices
         owner, entry = self._readers_of.of(number)
         readers, value_bytes = self._readers, self._readers.bytes[entry]
-        have, order = self._placed(at[owner], readers.value[entry])
-        work, work_order = self._placed(at[owner], readers.work[entry])
+        have, order = self._columns.placed(at[owner], readers.value[entry])
+        work, work_order = self._columns.placed(at[owner], readers.work[entry])
         want, want_order = self._want(readers, entry, work, work_order, have, order)
-        before, after = self.specs.number(have, order), self.specs.number(want, want_order)
         moves = Moves()
-
-        pad = readers.dim_of_loop.shape[1] - 1
-        loops = np.where(work >= 0, work, pad).astype(np.int64)
-        halo = np.take_along_axis(self._permuted[entry], loops, axis=1) @ (1 << np.arange(work.shape[1]))
-        moves.add("collective_permute", owner, halo, value_bytes // devices[self.specs.mask(have)])
+        want = self._shifts.add(moves, self.specs, owner, entry, work, want, value_bytes)
+        before, after = self.specs.number(have, order), self.specs.number(want, want_order)
 
         differ = np.flatnonzero(before != after)  # each spec that is wanted is paid once
         differ = differ[np.lexsort((after[differ], owner[differ]))]

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.backend import ACCELERATOR, Backend
+from autoshard.cost_model.born import born_values
 from autoshard.cost_model.borrowed import Borrowed, borrowed
 from autoshard.cost_model.classes import find_classes
 from autoshard.cost_model.collectives import collective_s, joint
@@ -110,8 +111,9 @@ class Predictor:
         self.hardware = hardware
         self.placements = Placements(problem)
         plans = schedules(problem.program.body, backend)
-        classes = find_classes(problem, plans)
-        self._costs = Costs(problem, hardware, classes, self.placements, reduce_scatter=backend.has_reduce_scatter)
+        born = born_values(problem)
+        classes = find_classes(problem, plans, born)
+        self._costs = Costs(problem, hardware, classes, self.placements, born, backend)
         lent = borrowed(problem, self.placements)
         columns: dict[tuple[int, Borrowed], int] = {}
         self._column_of = of_value = [

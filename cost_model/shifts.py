@@ -1,0 +1,121 @@
+"""What readers that shift a dimension ask for where their work splits it, for many at once (see `halo`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost_model.halo import ASIDE, GATHERED, exchanges, shards_sent
+from autoshard.cost_model.moves import Array, Moves, Specs
+from autoshard.dim_rules import DimRule
+from autoshard.placements import Placements
+from autoshard.program import Eqn, Value
+
+Placed = NDArray[np.int8]
+
+
+class Turned:
+    """Results of works that run with another dimension split than the one that they shift (see `ASIDE`)."""
+
+    def __init__(self, placements: Placements, rules: Sequence[DimRule], eqns: Sequence[Eqn]) -> None:
+        sizes = _pieces(placements)
+        self._loop = np.full(len(eqns), -1, dtype=np.int64)
+        self._able = np.zeros((len(eqns), len(sizes)), dtype=bool)
+        for number, eqn in enumerate(eqns):
+            for operand, dim, asked in exchanges(eqn, rules[eqn.index])[:1]:
+                able = [shards_sent(eqn, asked, pieces) == ASIDE for pieces in sizes]
+                if any(able):
+                    self._loop[number] = rules[eqn.index].operands[operand][dim]
+                    self._able[number] = able
+
+    def add(self, moves: Moves, specs: Specs, number: Array, owner: Array, work: Placed, local: Array) -> None:
+        """Adds what brings results back.
+
+        Args:
+            moves: Is added to.
+            specs: Numbers of the specs.
+            number: [n] the work of each result.
+            owner: [n] which cost it belongs to.
+            work: [n, axes] loops that the work splits.
+            local: [n] bytes of the result on one device.
+        """
+        loop = self._loop[number]
+        split = (work == loop[:, None]) & (loop >= 0)[:, None]
+        mask = np.asarray(split @ (1 << np.arange(work.shape[1])), dtype=np.int64)
+        moves.add("all_to_all", owner, np.where(self._able[number, mask], mask, 0), local * specs.devices[mask])
+
+
+def _pieces(placements: Placements) -> list[int]:
+    """By set of mesh axes (bits), into how many pieces they cut."""
+    axes = list(enumerate(placements.sizes))
+    return [math.prod(size for a, size in axes if mask >> a & 1) for mask in range(1 << len(axes))]
+
+
+class Shifts:
+    """Halos of readers, tabulated by the mesh axes that split the shifted dimension."""
+
+    def __init__(
+        self,
+        placements: Placements,
+        rules: Sequence[DimRule],
+        readers: Sequence[tuple[Value, Eqn, tuple[int, ...]]],
+    ) -> None:
+        sizes = _pieces(placements)
+        found: list[tuple[int, int, list[float]]] = []
+        for entry, (value, eqn, loops) in enumerate(readers):
+            rule = rules[eqn.index]
+            for operand, dim, asked in exchanges(eqn, rule):
+                if eqn.inputs[operand].index == value.index and rule.operands[operand] == loops:
+                    sent = [0.0, *(shards_sent(eqn, asked, pieces) for pieces in sizes[1:])]
+                    found.append((entry, loops[dim], sent))
+        self._shifting = np.zeros(len(readers), dtype=bool)
+        self._shifting[[entry for entry, *_ in found]] = True
+        self._first = np.searchsorted([entry for entry, *_ in found], np.arange(len(readers) + 1))
+        self._loop = np.array([loop for _, loop, _ in found], dtype=np.int64)
+        self._sent = np.array([sent for *_, sent in found], dtype=np.float64).reshape(-1, len(sizes))
+
+    def add(
+        self,
+        moves: Moves,
+        specs: Specs,
+        owner: Array,
+        entry: Array,
+        work: Placed,
+        want: Placed,
+        value_bytes: Array,
+    ) -> Placed:
+        """Adds the halos of readers, and returns the specs in which they want their operands then.
+
+        Args:
+            moves: Is added to.
+            specs: Numbers of the specs.
+            owner: [n] which cost each reader belongs to.
+            entry: [n] the reader.
+            work: [n, axes] loops that its work splits.
+            want: [n, axes] dimensions that would split it as the work is.
+            value_bytes: [n] bytes of the whole value.
+        """
+        reading = np.flatnonzero(self._shifting[entry])
+        if not len(reading):
+            return want
+        want = want.copy()
+        counts = self._first[entry[reading] + 1] - self._first[entry[reading]]
+        at = np.repeat(reading, counts)
+        shift = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts) + self._first[entry[at]]
+        split = work[at] == self._loop[shift][:, None]
+        mask = np.asarray(split @ (1 << np.arange(work.shape[1])), dtype=np.int64)
+        some = np.flatnonzero(mask)
+        at, shift, split, mask = at[some], shift[some], split[some], mask[some]
+        sent = self._sent[shift, mask]
+        aside, gathered = sent == ASIDE, sent == GATHERED  # along another dimension, or not at all
+        row, axis = np.nonzero(split & gathered[:, None])
+        want[at[row], axis] = -1
+        held = value_bytes[at] // specs.devices[specs.mask(want[at]) | np.where(gathered, 0, mask)]
+        turned = np.where(aside, mask, 0)
+        moves.add("all_to_all", owner[at], turned, held * specs.devices[turned])
+        halo = np.where(sent > 0, mask, 0)
+        moves.add("collective_permute", owner[at], halo, (held * np.maximum(sent, 0.0)).astype(np.int64))
+        return want
