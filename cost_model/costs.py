@@ -15,63 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.constrain import ANCHORS, closed_dims
+from autoshard.constrain import ANCHORS
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.born import Columns, Readers
 from autoshard.cost_model.classes import Classes, Operand, Uses, Work
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.moves import Array, Links, Moves, Specs
+from autoshard.cost_model.reads import Ragged, Reads
 from autoshard.cost_model.rows import Group, Held
 from autoshard.cost_model.shifts import Shifts, Turned
-from autoshard.dim_rules import DimRule, LoopKind
+from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
-from autoshard.program import Eqn
 
 Placed = NDArray[np.int8]
-
-
-class _Reads:
-    """Operands, results or readers as arrays: which value, which work, and the dimension of each loop."""
-
-    def __init__(
-        self,
-        placements: Placements,
-        columns: Columns,
-        rules: Sequence[DimRule],
-        items: Sequence[tuple[Eqn, Operand]],
-        max_loops: int,
-    ) -> None:
-        count = len(items)
-        rank = max((len(o.loops) for _, o in items), default=0)
-        self.work = np.array([columns.work(eqn) for eqn, _ in items], dtype=np.int64)
-        self.value = np.array([columns.value(o.value) for _, o in items], dtype=np.int64)
-        self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
-        self.dim_of_loop = np.full((count, max_loops + 1), -1, dtype=np.int8)
-        self.sizes = np.ones((count, rank + 1), dtype=np.int64)
-        self.closed = np.zeros((count, rank + 1), dtype=bool)
-        for i, (eqn, operand) in enumerate(items):
-            self.closed[i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.loops))] = True
-            for dim in reversed(range(len(operand.loops))):
-                self.dim_of_loop[i, operand.loops[dim]] = dim
-            self.sizes[i, : len(operand.loops)] = operand.value.shape
-        every = int(np.prod(placements.sizes, dtype=np.int64))
-        self.uneven = (self.sizes % every != 0).any(axis=1)
-
-
-class _Ragged:
-    """Entries of classes, `starts[c]` to `starts[c + 1]`."""
-
-    def __init__(self, counts: Sequence[int]) -> None:
-        self.counts = np.array(counts, dtype=np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
-
-    def of(self, classes: Array) -> tuple[Array, Array]:
-        """(position in `classes`, entry) of every entry of these classes."""
-        counts = self.counts[classes]
-        owner = np.repeat(np.arange(len(classes)), counts)
-        first = np.cumsum(counts) - counts
-        return owner, np.arange(len(owner)) - first[owner] + self.starts[classes][owner]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -139,12 +96,12 @@ class Costs:
         self._apart = np.array(
             [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works], dtype=bool
         )
-        self._operands_of = _Ragged([len(w.operands) for w in works])
-        self._results_of = _Ragged([len(w.results) for w in works])
-        self._operands = _Reads(
+        self._operands_of = Ragged([len(w.operands) for w in works])
+        self._results_of = Ragged([len(w.results) for w in works])
+        self._operands = Reads(
             placements, self._columns, self._rules, [(w.eqn, o) for w in works for o in w.operands], max_loops
         )
-        self._results = _Reads(
+        self._results = Reads(
             placements, self._columns, self._rules, [(w.eqn, o) for w in works for o in w.results], max_loops
         )
         self._loads = np.array([o.transfers for w in works for o in w.operands])
@@ -153,8 +110,8 @@ class Costs:
 
     def _prepare_uses(self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int) -> None:
         self._uses_times = np.array([u.times for u in uses])
-        self._readers_of = _Ragged([len(u.readers) for u in uses])
-        self._readers = _Reads(
+        self._readers_of = Ragged([len(u.readers) for u in uses])
+        self._readers = Reads(
             placements,
             self._columns,
             self._rules,
@@ -287,7 +244,7 @@ class Costs:
         return self._held.of(rows)
 
     def _want(
-        self, reads: _Reads, entry: Array, work: Placed, work_order: Placed, have: Placed, order: Placed
+        self, reads: Reads, entry: Array, work: Placed, work_order: Placed, have: Placed, order: Placed
     ) -> tuple[Placed, Placed]:
         """The spec in which the work reads operands; open loops read them as they are."""
         pad = reads.dim_of_loop.shape[1] - 1

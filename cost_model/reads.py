@@ -1,0 +1,58 @@
+"""Operands, results and readers of classes as flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.constrain import closed_dims
+from autoshard.cost_model.born import Columns
+from autoshard.cost_model.classes import Operand
+from autoshard.cost_model.moves import Array
+from autoshard.dim_rules import DimRule
+from autoshard.placements import Placements
+from autoshard.program import Eqn
+
+
+class Reads:
+    """Operands, results or readers as arrays: which value, which work, and the dimension of each loop."""
+
+    def __init__(
+        self,
+        placements: Placements,
+        columns: Columns,
+        rules: Sequence[DimRule],
+        items: Sequence[tuple[Eqn, Operand]],
+        max_loops: int,
+    ) -> None:
+        count = len(items)
+        rank = max((len(o.loops) for _, o in items), default=0)
+        self.work = np.array([columns.work(eqn) for eqn, _ in items], dtype=np.int64)
+        self.value = np.array([columns.value(o.value) for _, o in items], dtype=np.int64)
+        self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
+        self.dim_of_loop = np.full((count, max_loops + 1), -1, dtype=np.int8)
+        self.sizes = np.ones((count, rank + 1), dtype=np.int64)
+        self.closed = np.zeros((count, rank + 1), dtype=bool)
+        for i, (eqn, operand) in enumerate(items):
+            self.closed[i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.loops))] = True
+            for dim in reversed(range(len(operand.loops))):
+                self.dim_of_loop[i, operand.loops[dim]] = dim
+            self.sizes[i, : len(operand.loops)] = operand.value.shape
+        every = int(np.prod(placements.sizes, dtype=np.int64))
+        self.uneven = (self.sizes % every != 0).any(axis=1)
+
+
+class Ragged:
+    """Entries of classes, `starts[c]` to `starts[c + 1]`."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = np.array(counts, dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
+
+    def of(self, classes: Array) -> tuple[Array, Array]:
+        """(position in `classes`, entry) of every entry of these classes."""
+        counts = self.counts[classes]
+        owner = np.repeat(np.arange(len(classes)), counts)
+        first = np.cumsum(counts) - counts
+        return owner, np.arange(len(owner)) - first[owner] + self.starts[classes][owner]
