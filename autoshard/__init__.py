@@ -26,6 +26,7 @@ from autoshard.errors import TraceError as TraceError
 from autoshard.ladder import Effort as Effort
 from autoshard.layout import AxisRule as AxisRule
 from autoshard.optimize import optimize as optimize
+from autoshard.pins import Only as Only
 from autoshard.plan import Plan as Plan
 from autoshard.plan import Verification as Verification
 from autoshard.start import init as init

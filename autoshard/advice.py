@@ -190,8 +190,9 @@ def separated(problem: Problem, fused: tuple[Fused, ...], carry: tuple[tuple[int
         return rule
 
     return Problem(
-        find_roles(logical_axes(axes.program, carry, rule_for)), problem.groups, problem.mesh_axes, problem.pins
-    )
+        find_roles(logical_axes(axes.program, carry, rule_for)), problem.groups, problem.mesh_axes, problem.pins,
+        barred=problem.barred,
+    )  # fmt: skip
 
 
 def _separate(case: Advised) -> Iterator[str]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from autoshard.cost_model.breakdown import Purpose, purposes
-from autoshard.cost_model.collectives import joint
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
-from autoshard.evidence import Collective, CollectiveOp
+from autoshard.cost_model.refit import summary_s
+from autoshard.evidence import CollectiveOp
 from autoshard.hlo import read_collectives
 from autoshard.layout import AxisRule, Layout, shard_count
 from autoshard.otherwise import predictor_for, role_of
@@ -224,7 +224,7 @@ def _slower(plan: Plan, predictor: Predictor, trial: Trial, winner: Trial) -> st
     sent: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
     for sign, collectives in ((1, theirs), (-1, ours)):
         for c in collectives:
-            extra[c.kind, c.axes] += sign * _summary_s(predictor, c)
+            extra[c.kind, c.axes] += sign * summary_s(predictor.hardware, predictor.problem.mesh_axes, c)
             sent[c.kind, c.axes] += sign * c.bytes
     worst = max(extra, key=lambda key: extra[key], default=None)
     if mine <= best or worst is None or extra[worst] <= 0:
@@ -235,13 +235,6 @@ def _slower(plan: Plan, predictor: Predictor, trial: Trial, winner: Trial) -> st
         f"slower because of {kind} over {','.join(axes)}, {bytes_text(sent[worst])} more, about "
         f"{seconds_text(extra[worst])}: {times}"
     )
-
-
-def _summary_s(predictor: Predictor, collective: Collective) -> float:
-    """Alpha-beta seconds of a summary: all its bytes over the slowest link, a ring's steps for each one."""
-    link, size = joint(predictor.hardware, predictor.problem.mesh_axes, collective.axes)
-    steps = {"all_reduce": 2 * (size - 1), "collective_permute": 1}.get(collective.kind, size - 1)
-    return collective.count * steps * link.alpha_s + collective.bytes / link.bytes_per_s
 
 
 # Tables -------------------------------------------------------------------------------------------------------------

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import ArgumentError, NoFeasiblePlanError, SearchFailedError
 from autoshard.layout import shard_count
-from autoshard.race import FAR, Candidate, Race
+from autoshard.race import FAR, NOISE, Candidate, Race
 from autoshard.report import bytes_text
+from autoshard.revise import Revision
 from autoshard.search.proposer import Proposals
 
 PARTITIONED_PER_COMPILED = 2
+FIRST = 2 / 3
+"""Share of what is compiled that is chosen by partitioned times; the rest is chosen when their programs are known."""
+
+FITTED_AT_LEAST = 3
+"""Measured programs from which it is told what others should take: compute and the links of two mesh axes differ."""
+
+CHALLENGES = 2
 ROUNDS_OF_REJECTIONS = 3
 AS_GOOD = 1.01
 """Compiled times within this ratio count as equal: their compute part is predicted, and no better than that."""
@@ -21,9 +31,11 @@ class Effort:
     """How much evidence a search gathers.
 
     Attributes:
-        compiled: Candidates compiled at most (more only where none of them fits the budget or gives right numbers); up
-            to half of them presets. For a TPU that is not here, at the compiler's quick level.
-        measured: Candidates measured at most; the best preset is among them if it is two or more. On a target none is.
+        compiled: Candidates compiled at most (more only where none of them fits the budget or gives right numbers, or
+            where the clock says that others should be faster); up to half of them presets. The last third is chosen by
+            what the programs of the others say. For a TPU that is not here, at the compiler's quick level.
+        measured: Candidates measured at most, and as many again where the clock says that they should be faster; the
+            best preset is among them if it is two or more. On a target none is.
         seconds: Compile and measure nothing new after this long; None for as long as it takes.
         full: On a target, candidates compiled at the compiler's full level, of those that `compiled` left; up to half
             of them presets.
@@ -54,8 +66,11 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     race.enter(proposals.ranked)
     if not effort.compiled:
         return uncompiled_best(race, proposals, effort)
-    chosen = choose_compiled(race, effort)
+    chosen = choose_compiled(race, effort, FIRST)
     race.compile(chosen)
+    more = _choose_more(race, effort, chosen)
+    race.compile(more)
+    chosen += more
     if race.late() and (left := sum(c.trial.compiled is None and c.trial.status != "rejected" for c in chosen)):
         race.progress.say(f"out of time after {len(chosen) - left} of {len(chosen)} compiles")
     fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
@@ -86,19 +101,44 @@ def uncompiled_best(race: Race, proposals: Proposals, effort: Effort) -> Candida
     return ranked[0]
 
 
-def choose_compiled(race: Race, effort: Effort) -> list[Candidate]:
-    """What is worth compiling: what was compiled before, then the best of those that were partitioned."""
-    return race.shared.choose("compiled", lambda: _choose_compiled(race, effort), race.candidates)
+def choose_compiled(race: Race, effort: Effort, share: float = 1.0) -> list[Candidate]:
+    """What is worth compiling: what was compiled before, then the best of those that were partitioned.
+
+    Args:
+        race: Whose candidates.
+        effort: How many are compiled.
+        share: Of those, how many are chosen now.
+    """
+    return race.shared.choose("compiled", lambda: _choose_compiled(race, effort, share), race.candidates)
 
 
-def _choose_compiled(race: Race, effort: Effort) -> list[Candidate]:
+def _choose_compiled(race: Race, effort: Effort, share: float) -> list[Candidate]:
     hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
     partitioned = PARTITIONED_PER_COMPILED * effort.compiled if effort.partitioned is None else effort.partitioned
     ranked = _partitioned(race, _shortlist(_distinct(hopeful), max(partitioned, effort.compiled)))
     known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
     fresh = [c for c in ranked if c not in known]
-    places = max(0, effort.compiled - len(known))
-    return known + with_presets(fresh, places, presets_at_least=effort.compiled // 2, plain_at_least=places // 3)
+    places = math.ceil(share * max(0, effort.compiled - len(known)))
+    presets_at_least = math.ceil(share * (effort.compiled // 2))
+    return known + with_presets(fresh, places, presets_at_least, plain_at_least=places // 3)
+
+
+def _choose_more(race: Race, effort: Effort, chosen: Sequence[Candidate]) -> list[Candidate]:
+    """The rest of what is compiled, in the order that the first ones' programs suggest."""
+
+    def choose() -> list[Candidate]:
+        places = max(0, effort.compiled - len(chosen))
+        compiled = [c for c in chosen if c.trial.compiled is not None]
+        revision = Revision(race)
+
+        def best() -> list[Candidate]:
+            untried = [c for c in race.candidates if c.trial.compiled is None and c.trial.status != "rejected"]
+            return [c for c in _distinct([*compiled, *sorted(untried, key=revision.order)]) if c not in compiled]
+
+        race.partition([c for c in best()[: PARTITIONED_PER_COMPILED * places] if c.trial.partitioned is None])
+        return best()[:places]
+
+    return race.shared.choose("compiled", choose, race.candidates)
 
 
 def _partitioned(race: Race, shortlist: list[Candidate]) -> list[Candidate]:
@@ -141,11 +181,45 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
         race.measure(chosen)
         measured = [c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"]
         if measured:
-            return race.fastest(measured)
+            return _challenged(race, race.fastest(measured), effort)
         left = [c for c in left if c not in chosen]
         if not left:
             left = _next_best(race, effort.compiled)
     raise all_rejected(race)
+
+
+def _challenged(race: Race, winner: Candidate, effort: Effort) -> Candidate:
+    """The winner after those were measured too that should be faster by what the clock has said so far.
+
+    None is where compiled times rank as the clock does; where the hardware was described wrongly, those come that its
+    right numbers favour, compiled now if they were not.
+    """
+    for _ in range(CHALLENGES):
+        measured = sum(c.trial.measured is not None for c in race.candidates)
+        if measured < FITTED_AT_LEAST or race.late():
+            break
+
+        def choose(winner: Candidate = winner) -> list[Candidate]:
+            revision = Revision(race)
+            left = [c for c in race.candidates if c.trial.measured is None and c.trial.status != "rejected"]
+            budget = race.budget_bytes
+            faster = [
+                c for c in left
+                if NOISE * revision.time_s(c) < revision.time_s(winner)
+                and (budget is None or revision.peak_bytes(c) <= budget)
+            ]  # fmt: skip
+            return sorted(faster, key=revision.order)[: max(1, effort.measured // 2)]
+
+        challengers = race.shared.choose("challengers", choose, race.candidates)
+        for candidate in challengers:
+            race.verify(candidate)
+        able = [c for c in challengers if c.trial.status != "rejected"]
+        if not able:
+            break
+        race.progress.say(f"by the clock {', '.join(c.trial.name for c in able)} should be faster")
+        race.measure([winner, *able])
+        winner = race.fastest([c for c in (winner, *able) if c.trial.measured is not None])
+    return winner
 
 
 def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
@@ -159,7 +233,7 @@ def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=key)
 
 
-def _distinct(candidates: list[Candidate]) -> list[Candidate]:
+def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Without those that differ from an earlier one in nothing that any evidence so far can see."""
     seen: set[object] = set()
     kept = []

@@ -30,6 +30,9 @@ from autoshard.roles import Roles
 Spec = tuple[tuple[str, ...], ...]
 """Canonical spec of a value: for each dimension the mesh axes it is split over, major first; full rank."""
 
+Barred = tuple[tuple[str, ...], ...]
+"""For each dimension of a value the mesh axes that may not split it; () where all may."""
+
 Occurrence = Literal["first", "last"]
 EVERYWHERE = "everywhere"
 OPTIMIZER = "optimizer"
@@ -105,6 +108,7 @@ def first_fit(
     rules: Iterable[BoundRule],
     optimizer: bool,
     shard_sizes: Sequence[int] | None = None,
+    barred: Barred = (),
 ) -> Fit:
     """First-fit with divisibility over the dimensions of one value, or the loops of one equation.
 
@@ -114,6 +118,7 @@ def first_fit(
         rules: In order.
         optimizer: True for values of the optimizer state.
         shard_sizes: What is left of each size where other mesh axes already split it.
+        barred: See `Barred`.
     """
     spec: list[tuple[str, ...]] = [()] * len(sizes)
     left = list(sizes if shard_sizes is None else shard_sizes)
@@ -125,6 +130,8 @@ def first_fit(
         if (rule.needs is not None and rule.needs not in roles) or (rule.forbids is not None and rule.forbids in roles):
             continue
         dims = [d for d, role in enumerate(roles) if role == rule.role and sizes[d] > 1]
+        if barred:
+            dims = [d for d in dims if rule.mesh_axis not in barred[d]]
         fitting = [d for d in dims if left[d] % rule.size == 0]
         if fitting:
             dim = fitting[-1] if rule.last else fitting[0]
@@ -139,8 +146,9 @@ def first_fit(
     return Fit(tuple(spec), frozenset(unplaced))
 
 
-Signature = tuple[tuple[int, ...], tuple[int, ...], bool]
-"""What first-fit looks at: roles and sizes of a value's dimensions (or an equation's loops), and optimizer or not."""
+Signature = tuple[tuple[int, ...], tuple[int, ...], bool, Barred]
+"""What first-fit looks at: roles and sizes of a value's dimensions (or an equation's loops), whether it is optimizer
+state, and what is barred."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +160,7 @@ class Problem:
         groups: Groups of the arguments.
         mesh_axes: Size of each mesh axis, in mesh order.
         pins: Specs fixed by the user, by `Value.index`.
+        barred: Mesh axes that the user keeps from dimensions, by `Value.index`.
         unstated: Roles without effect: no constraint and no argument has them (`constrain.unstated_roles`).
         signatures: Every distinct signature of the program's values and works, in a stable order.
         edge_signatures: Those of the argument and output leaves.
@@ -162,6 +171,7 @@ class Problem:
     mesh_axes: Mapping[str, int]
     pins: Mapping[int, Spec] = field(default_factory=dict)
     unstated: frozenset[int] = frozenset()
+    barred: Mapping[int, Barred] = field(default_factory=dict)
     signatures: tuple[Signature, ...] = field(init=False, repr=False)
     edge_signatures: tuple[Signature, ...] = field(init=False, repr=False)
     _of_value: tuple[Signature, ...] = field(init=False, repr=False)
@@ -169,7 +179,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         program, inside = self.roles.axes.program, self.groups.optimizer_values
-        of_value = tuple((self._able(self.roles.of_value[v.index]), v.shape, v.index in inside) for v in program.values)
+        of_value = tuple(
+            (self._able(self.roles.of_value[v.index]), v.shape, v.index in inside, self.barred.get(v.index, ()))
+            for v in program.values
+        )
         of_work = tuple(map(self._signature_of_work, program.eqns))
         edges = {of_value[v.index] for v in (*program.body.inputs, *program.body.outputs)}
 
@@ -199,7 +212,7 @@ class Problem:
         loops = self.roles.loops(eqn)
         able = (NO_AXIS if k is LoopKind.WHOLE else role for k, (role, _) in zip(rule.kinds, loops, strict=True))
         optimizer = any(v.index in self.groups.optimizer_values for v in eqn.outputs)
-        return self._able(able), tuple(size for _, size in loops), optimizer
+        return self._able(able), tuple(size for _, size in loops), optimizer, ()
 
     def _able(self, roles: Iterable[int]) -> tuple[int, ...]:
         return tuple(NO_AXIS if role in self.unstated else role for role in roles)
@@ -264,8 +277,8 @@ class Layout:
     def fit_signature(self, signature: Signature) -> Fit:
         """First-fit of a signature, remembered."""
         if signature not in self._memo:
-            roles, sizes, optimizer = signature
-            self._memo[signature] = first_fit(roles, sizes, self.bound, optimizer)
+            roles, sizes, optimizer, barred = signature
+            self._memo[signature] = first_fit(roles, sizes, self.bound, optimizer, barred=barred)
         return self._memo[signature]
 
     def fit(self, value: Value) -> Fit:

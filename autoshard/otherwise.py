@@ -1,12 +1,17 @@
-"""What a plan would cost otherwise: with other pins, or with another spec of one leaf. Predicted, compiled if asked."""
+"""What a plan would cost otherwise: with other pins, or with another spec of one leaf. Predicted, compiled if asked.
+
+The tables of a plan's predictor are built at the first question (`Leaves`), with a column of its own for every leaf;
+each later one changes a few entries of a row of theirs, which takes milliseconds.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 from rich.table import Table
 
@@ -16,8 +21,8 @@ from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.dims import NO_AXIS
 from autoshard.errors import PathError
-from autoshard.layout import AxisRule, Layout, Problem, Spec, shard_count, to_partition_spec
-from autoshard.pins import resolve_pins
+from autoshard.layout import AxisRule, Layout, Problem, Spec, first_fit, shard_count, to_partition_spec
+from autoshard.pins import PinMap, resolve_pins
 from autoshard.program import Value
 from autoshard.report import bytes_text, render, seconds_text
 
@@ -39,7 +44,7 @@ class WhatIf:
     """
 
     plan: Plan
-    pins: Mapping[Any, PartitionSpec]
+    pins: PinMap
     layout: Layout
     before: Prediction
     after: Prediction
@@ -95,23 +100,27 @@ class LeafExplanation:
         return render(table).rstrip()
 
 
-def what_if(plan: Plan, pins: Mapping[Any, PartitionSpec], hardware: Hardware | str | None = None) -> WhatIf:
+def what_if(plan: Plan, pins: PinMap, hardware: Hardware | str | None = None) -> WhatIf:
     """Predicts a plan with other pins: its rules stay, the pinned leaves (and what they are carried in) change.
 
     Args:
         plan: The plan.
-        pins: As for `optimize`: leaf path or compiled pattern to PartitionSpec.
+        pins: As for `optimize`: leaf path or compiled pattern to PartitionSpec or `Only` (the plan's rules
+            then split what they may).
         hardware: As for `explain`.
 
     Raises:
         PathError: If a path names no leaf.
         SpecError: If a spec does not fit its leaf.
     """
-    problem = plan.layout.problem
-    found = resolve_pins(pins, plan.traced.program, problem.mesh_axes, plan.carry)
-    layout = _pinned(plan, found)
-    before = predictor_for(plan, hardware).predict(plan.layout)
-    return WhatIf(plan, pins, layout, before, predictor_for(plan, hardware, layout.problem).predict(layout))
+    layout = plan.layout
+    found = resolve_pins(pins, plan.traced.program, layout.problem.mesh_axes, plan.carry)
+    specs = dict(found.specs)
+    for index, barred in found.barred.items():
+        roles, sizes, optimizer, _ = layout.problem.value_signature(plan.traced.program.values[index])
+        specs[index] = first_fit(roles, sizes, layout.bound, optimizer, barred=barred).spec
+    before, after = _leaves(plan, hardware).predict([{}, specs])
+    return WhatIf(plan, pins, _pinned(plan, specs), before, after)
 
 
 def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) -> LeafExplanation:
@@ -128,18 +137,46 @@ def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) 
         )
     value = program.body.inputs[program.input_paths.index(path)]
     own = layout.fit(value).spec
-    now = Alternative(to_partition_spec(own), predictor_for(plan, hardware).predict(layout))
-    others = []
-    for spec in itertools.islice(_specs(value, layout.problem.mesh_axes), MOST_ALTERNATIVES):
-        if spec != own:
-            other = _pinned(plan, {v.index: spec for v in _alike(plan, value)})
-            prediction = predictor_for(plan, hardware, other.problem).predict(other)
-            others.append(Alternative(to_partition_spec(spec), prediction))
+    alike = [v.index for v in _alike(plan, value)]
+    specs = [s for s in itertools.islice(_specs(value, layout.problem.mesh_axes), MOST_ALTERNATIVES) if s != own]
+    first, *rest = _leaves(plan, hardware).predict([{}, *(dict.fromkeys(alike, spec) for spec in specs)])
+    now = Alternative(to_partition_spec(own), first)
+    others = [Alternative(to_partition_spec(spec), found) for spec, found in zip(specs, rest, strict=True)]
     others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
     roles = {role for role in layout.problem.roles.of_value[value.index] if role != NO_AXIS}
     used = {axis for axes in own for axis in axes}
     rules = tuple(str(r) for r in layout.rules if r.mesh_axis in used and role_of(layout, r) in roles)
     return LeafExplanation(path, now, rules, tuple(others))
+
+
+class Leaves:
+    """A plan's predictor in which every argument and output leaf has a column of its own."""
+
+    def __init__(self, plan: Plan, hardware: Hardware | str | None) -> None:
+        """Builds the tables.
+
+        Args:
+            plan: The plan.
+            hardware: As for `explain`.
+        """
+        layout, body = plan.layout, plan.traced.program.body
+        edges = {v.index: layout.fit(v).spec for v in (*body.inputs, *body.outputs)}
+        problem = replace(layout.problem, pins={**edges, **layout.problem.pins}, barred={})
+        self._predictor = predictor_for(plan, hardware, problem)
+        self._index = self._predictor.placements.of_layout(replace(layout, problem=problem))
+
+    def predict(self, changes: Sequence[Mapping[int, Spec]]) -> list[Prediction]:
+        """Predictions of the plan, each with the specs of a few leaves changed (`Value.index` to spec)."""
+        repinned = self._predictor.placements.repinned
+        return self._predictor.predict_each(np.array([repinned(self._index, pins) for pins in changes]))
+
+
+def _leaves(plan: Plan, hardware: Hardware | str | None) -> Leaves:
+    """The tables of a plan for a hardware, built once."""
+    key = hardware.to_json() if isinstance(hardware, Hardware) else hardware
+    if key not in plan.leaves:
+        plan.leaves[key] = Leaves(plan, hardware)
+    return plan.leaves[key]
 
 
 def predictor_for(plan: Plan, hardware: Hardware | str | None, problem: Problem | None = None) -> Predictor:

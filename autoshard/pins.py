@@ -1,4 +1,8 @@
-"""Pins: specs that the user fixes, for argument leaves by path or pattern, and for values constrained in the code."""
+"""Pins: what the user fixes, for argument leaves by path or pattern, and for values constrained in the code.
+
+A `PartitionSpec` fixes a leaf's spec (`P()`: never shard it); an `Only` says over which mesh axes its dimensions may be
+split, and leaves the rest to the search.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,65 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from autoshard.compat import user_spec
 from autoshard.errors import PathError, SpecError
-from autoshard.layout import Spec
+from autoshard.layout import Barred, Problem, Spec
 from autoshard.program import Program, Value
 
-PinMap = Mapping[str | re.Pattern[str], PartitionSpec]
+
+class Only:
+    """A pin that says over which mesh axes each dimension may be split; what is split is searched.
+
+    An entry is a mesh axis, several, `None` for a dimension that is never split, or `PartitionSpec.UNCONSTRAINED` for
+    one that may be split over any; dimensions after the last entry may be split over any, too.
+
+    >>> Only(None, "data")
+    Only(None, 'data')
+    """
+
+    def __init__(self, *entries: str | tuple[str, ...] | Any | None) -> None:
+        """What may split each dimension."""
+        self.entries = entries
+
+    def __repr__(self) -> str:
+        return f"Only({', '.join(map(repr, self.entries))})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Only) and self.entries == other.entries
+
+    def __hash__(self) -> int:
+        return hash(self.entries)
+
+    def barred(self, value: Value, mesh_axes: Mapping[str, int], path: str) -> Barred:
+        """By dimension of a value, the mesh axes that may not split it.
+
+        Raises:
+            SpecError: If it names an unknown mesh axis, or has too many entries.
+        """
+        what = f"{path} is {value.dtype}{list(value.shape)}"
+        if len(self.entries) > len(value.shape):
+            raise SpecError(
+                f"{what}, but {self} has {len(self.entries)} entries for {len(value.shape)} dimensions. "
+                f"Use at most {len(value.shape)} entries."
+            )
+        result: list[tuple[str, ...]] = [()] * len(value.shape)
+        for dim, entry in enumerate(self.entries):
+            if entry is PartitionSpec.UNCONSTRAINED:
+                continue
+            allowed = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            for axis in allowed:
+                _check_axis(axis, mesh_axes, f"{what}, but {self}")
+            result[dim] = tuple(sorted(set(mesh_axes) - set(allowed)))
+        return tuple(result)
+
+
+PinMap = Mapping[str | re.Pattern[str], PartitionSpec | Only]
 
 
 def canonical_spec(spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, int], path: str) -> Spec:
@@ -38,12 +91,7 @@ def canonical_spec(spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, in
             continue
         axes = (entry,) if isinstance(entry, str) else tuple(entry)
         for axis in axes:
-            if axis not in mesh_axes:
-                near = difflib.get_close_matches(str(axis), list(mesh_axes), n=1)
-                raise SpecError(
-                    f"{what}, but {spec} names mesh axis {axis!r}; the mesh has {dict(mesh_axes)}. "
-                    f"Use {near[0] if near else ' or '.join(map(repr, mesh_axes))}."
-                )
+            _check_axis(axis, mesh_axes, f"{what}, but {spec}")
             if axis in used:
                 raise SpecError(f"{what}, but {spec} uses mesh axis {axis!r} twice. Use each mesh axis once.")
             used.add(axis)
@@ -62,19 +110,47 @@ def canonical_spec(spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, in
     return tuple(result + [()] * (len(value.shape) - len(result)))
 
 
+def _check_axis(axis: object, mesh_axes: Mapping[str, int], said: str) -> None:
+    if axis not in mesh_axes:
+        near = difflib.get_close_matches(str(axis), list(mesh_axes), n=1)
+        raise SpecError(
+            f"{said} names mesh axis {axis!r}; the mesh has {dict(mesh_axes)}. "
+            f"Use {near[0] if near else ' or '.join(map(repr, mesh_axes))}."
+        )
+
+
 def _trim(entries: list[object]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
 
 
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Pins by `Value.index`.
+
+    Attributes:
+        specs: Of leaves whose spec is fixed.
+        barred: Of leaves whose dimensions are kept from mesh axes.
+    """
+
+    specs: dict[int, Spec]
+    barred: dict[int, Barred]
+
+    def over(self, problem: Problem) -> Problem:
+        """A problem with these pins, which come before those that it has."""
+        kept = {i: spec for i, spec in problem.pins.items() if i not in self.barred}
+        free = {i: barred for i, barred in problem.barred.items() if i not in self.specs}
+        return replace(problem, pins={**kept, **self.specs}, barred={**free, **self.barred})
+
+
 def resolve_pins(
     pins: PinMap, program: Program, mesh_axes: Mapping[str, int], carry: Sequence[tuple[int, int]]
-) -> dict[int, Spec]:
-    """Pins by `Value.index`; the output that a pinned argument is carried in gets the same spec.
+) -> Pinned:
+    """Pins by `Value.index`; the output that a pinned argument is carried in gets the same one.
 
     Args:
-        pins: Leaf path, or compiled pattern (searched in the path), to spec. Exact paths win over patterns.
+        pins: Leaf path, or compiled pattern (searched in the path), to spec or `Only`. Exact paths win over patterns.
         program: The program.
         mesh_axes: The mesh.
         carry: Pairs (input leaf, output leaf).
@@ -83,10 +159,10 @@ def resolve_pins(
         PathError: If a path or pattern matches no leaf.
         SpecError: If a spec does not fit a leaf.
     """
-    found: dict[int, Spec] = {}
+    found = Pinned({}, {})
     leaves = dict(zip(program.input_paths, program.body.inputs, strict=True))
     ordered = sorted(pins.items(), key=lambda item: isinstance(item[0], str))
-    for where, spec in ordered:
+    for where, pin in ordered:
         if isinstance(where, str):
             if where not in leaves:
                 near = difflib.get_close_matches(where, leaves, n=3, cutoff=0.4) or list(leaves)[:5]
@@ -100,11 +176,19 @@ def resolve_pins(
                     f"(the first are {', '.join(list(leaves)[:5])})."
                 )
         for path in matched:
-            found[leaves[path].index] = canonical_spec(spec, leaves[path], mesh_axes, path)
+            index = leaves[path].index
+            if isinstance(pin, Only):
+                found.barred[index] = pin.barred(leaves[path], mesh_axes, path)
+                found.specs.pop(index, None)
+            else:
+                found.specs[index] = canonical_spec(pin, leaves[path], mesh_axes, path)
+                found.barred.pop(index, None)
     for source, target in carry:
-        pinned = found.get(program.body.inputs[source].index)
-        if pinned is not None:
-            found[program.body.outputs[target].index] = pinned
+        leaf, output = program.body.inputs[source].index, program.body.outputs[target].index
+        if leaf in found.specs:
+            found.specs[output] = found.specs[leaf]
+        if leaf in found.barred:
+            found.barred[output] = found.barred[leaf]
     return found
 
 

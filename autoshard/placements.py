@@ -12,12 +12,12 @@ A row holds for each column (a signature, or a pinned value) the dimension that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.layout import AxisRule, BoundRule, Fit, Layout, Problem, bind, first_fit
+from autoshard.layout import AxisRule, BoundRule, Fit, Layout, Problem, Spec, bind, first_fit
 from autoshard.program import Eqn, Value
 
 ABSENT = -1
@@ -75,8 +75,11 @@ class Placements:
         self._roles = np.full((self.columns, width), -1, dtype=np.int64)
         self._dim_sizes = np.ones((self.columns, width), dtype=np.int64)
         self._optimizer = np.zeros(self.columns, dtype=bool)
+        self._barred = [np.zeros((self.columns, width), dtype=bool) for _ in self.axes]
         for signature, column in self._column.items():
-            roles, sizes, optimizer = signature
+            roles, sizes, optimizer, barred = signature
+            for mine, name in zip(self._barred, self.axes, strict=True):
+                mine[column, : len(barred)] = [name in names for names in barred]
             self._roles[column, : len(roles)] = roles
             self._dim_sizes[column, : len(sizes)] = sizes
             self._optimizer[column] = optimizer
@@ -166,7 +169,7 @@ class Placements:
         """By column, the first or last dimension of a role that the mesh axis divides; OPEN where it divides none."""
         key = (role, axis, last)
         if key not in self._first:
-            mine = (self._roles == role) & (self._dim_sizes > 1)
+            mine = (self._roles == role) & (self._dim_sizes > 1) & ~self._barred[axis]
             fits = mine & (self._dim_sizes % self.sizes[axis] == 0)
             dims = np.where(mine.any(axis=1), OPEN, ABSENT).astype(np.int8)
             order = range(self._roles.shape[1])
@@ -188,6 +191,14 @@ class Placements:
         for signature, column in self._column.items():
             for row, placed in zip(rows, self._placed(layout.fit_signature(signature)), strict=True):
                 row[column] = placed
+        return np.array([kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32)
+
+    def repinned(self, index: NDArray[np.int32], pins: Mapping[int, Spec]) -> NDArray[np.int32]:
+        """[mesh axes + 1] the rows of a layout with other specs of pinned values, by `Value.index`."""
+        rows = [kept.array[number].copy() for kept, number in zip(self.rows, index, strict=True)]
+        for value, spec in pins.items():
+            for row, placed in zip(rows, self._placed(Fit(spec, frozenset())), strict=True):
+                row[self._pinned[value]] = placed
         return np.array([kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32)
 
     def _placed(self, fit: Fit) -> list[int]:
@@ -249,8 +260,8 @@ class Placements:
             for b in range(a):
                 meet |= (rows[a] == rows[b]) & (rows[a] >= 0) & self._free
         for column in np.flatnonzero(meet).tolist():
-            roles, sizes = self._roles[column].tolist(), self._dim_sizes[column].tolist()
-            placed = self._placed(first_fit(roles, sizes, rules, bool(self._optimizer[column])))
+            roles, sizes, optimizer, barred = self.problem.signatures[column]
+            placed = self._placed(first_fit(roles, sizes, rules, optimizer, barred=barred))
             for row, dim in zip(rows, placed, strict=True):
                 row[column] = dim
         return [kept.add(row) for kept, row in zip(self.rows, rows, strict=True)]
@@ -316,8 +327,8 @@ class Placements:
             rules = self._rules_of_list[axis][number]
             row = self.rows[axis].array[self._row_of_list[axis][number]].copy()
             for column, shard_sizes in zip(columns.tolist(), left.tolist(), strict=True):
-                roles, sizes = self._roles[column].tolist(), self._dim_sizes[column].tolist()
-                fit = first_fit(roles, sizes, rules, bool(self._optimizer[column]), shard_sizes)
+                roles, sizes, optimizer, barred = self.problem.signatures[column]
+                fit = first_fit(roles, sizes, rules, optimizer, shard_sizes, barred)
                 row[column] = self._placed(fit)[axis]
             self._refitted[key] = self.rows[axis].add(row)
         return self._refitted[key]

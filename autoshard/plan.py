@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -23,7 +22,8 @@ from autoshard.inputs import put
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.minimise import MinimalConstraints, minimise
-from autoshard.otherwise import LeafExplanation, WhatIf, explain_leaf, what_if
+from autoshard.otherwise import LeafExplanation, Leaves, WhatIf, explain_leaf, what_if
+from autoshard.pins import PinMap
 from autoshard.report_html import fragment_html
 from autoshard.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.table import SpecTable
@@ -94,6 +94,7 @@ class Plan:
     search_s: float | None = None
     rebind: Callable[[Plan, Call], Plan] | None = field(default=None, repr=False)
     _built: Built | None = field(default=None, repr=False)
+    leaves: dict[str | None, Leaves] = field(default_factory=dict, init=False, repr=False)
     _others: list[Plan] = field(default_factory=list, repr=False)
 
     # What it says ---------------------------------------------------------------------------------------------------
@@ -190,10 +191,10 @@ class Plan:
         """
         return explain(self, hardware) if leaf is None else explain_leaf(self, leaf, hardware)
 
-    def what_if(
-        self, pins: Mapping[str | re.Pattern[str], PartitionSpec], *, hardware: Hardware | str | None = None
-    ) -> WhatIf:
+    def what_if(self, pins: PinMap, *, hardware: Hardware | str | None = None) -> WhatIf:
         """Predicts the plan with other pins; `.compile()` of the answer asks the compiler.
+
+        The first question builds the predictor's tables, later ones take milliseconds.
 
         Raises:
             PathError: If a pin names no leaf.

@@ -22,7 +22,7 @@ from autoshard.in_place import InPlace, functional
 from autoshard.layout import Problem
 from autoshard.meshes import MeshInfo, resolve_mesh
 from autoshard.metadata import role_names, specs_from_names
-from autoshard.pins import resolve_pins, user_constraints
+from autoshard.pins import Only, PinMap, resolve_pins, user_constraints
 from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.roles import find_roles
@@ -30,7 +30,7 @@ from autoshard.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.table import SpecTable
 from autoshard.trace import Traced, effects_of, source_line, trace
 
-Pins = Mapping[str | re.Pattern[str], PartitionSpec] | Plan | SpecTable | Literal["metadata"] | None
+Pins = Mapping[str | re.Pattern[str], PartitionSpec | Only] | Plan | SpecTable | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
 
 LARGE_CONSTANT_BYTES = 2**20
@@ -136,9 +136,9 @@ def prepare(request: Request, call: Call) -> Prepared:
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
     asked: Pins = specs_from_names(call, tuple(mesh.axes)) if request.pins == "metadata" else request.pins
-    pins |= resolve_pins(_pin_map(asked, program.input_paths), program, mesh.axes, carry)
+    pinned = resolve_pins(_pin_map(asked, program.input_paths), program, mesh.axes, carry)
     roles = find_roles(axes, role_names(call))
-    problem = Problem(roles, groups, mesh.axes, pins, unstated_roles(roles))
+    problem = pinned.over(Problem(roles, groups, mesh.axes, pins, unstated_roles(roles)))
     return Prepared(request, traced, problem, carry, tuple(notes))
 
 
@@ -185,13 +185,13 @@ def _notes_on_kernels(axes: LogicalAxes) -> list[str]:
     return list(notes.values())
 
 
-def _pin_map(pins: Pins, paths: Sequence[str]) -> Mapping[str | re.Pattern[str], PartitionSpec]:
+def _pin_map(pins: Pins, paths: Sequence[str]) -> PinMap:
     """Pins as a mapping; of another plan or table, the leaves that this function has too."""
     if pins is None:
         return {}
     if isinstance(pins, Plan | SpecTable):
         specs = pins.specs if isinstance(pins, Plan) else pins.input_specs()
-        shared: dict[str | re.Pattern[str], PartitionSpec] = {p: s for p, s in specs.items() if p in set(paths)}
+        shared: dict[str | re.Pattern[str], PartitionSpec | Only] = {p: s for p, s in specs.items() if p in set(paths)}
         if not shared:
             raise PathError(
                 f"pins is a {type(pins).__name__} with leaves {', '.join(list(specs)[:3])}, ..., none of which this "
@@ -202,8 +202,9 @@ def _pin_map(pins: Pins, paths: Sequence[str]) -> Mapping[str | re.Pattern[str],
         raise ArgumentError(f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs.")
     given: Mapping[Any, Any] = pins
     for key, spec in given.items():
-        if not isinstance(key, str | re.Pattern) or not isinstance(spec, PartitionSpec):
+        if not isinstance(key, str | re.Pattern) or not isinstance(spec, PartitionSpec | Only):
             raise ArgumentError(
-                f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values jax.sharding.PartitionSpec."
+                f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values jax.sharding.PartitionSpec "
+                f"or autoshard.Only."
             )
     return pins

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from typing import Any
 
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.errors import ArgumentError, PathError, SpecError
-from autoshard.pins import canonical_spec
+from autoshard.layout import AxisRule, Layout
+from autoshard.pins import Only, canonical_spec
 from autoshard.program import Value
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared
@@ -154,3 +157,78 @@ def test_pins_of_a_table_apply_to_the_leaves_both_have() -> None:
     assert found["params/emb"] == ((), ("data", "model"))
     with pytest.raises(PathError, match=r"none of which this\s+function has"):
         prepared(lambda y: y, (np.ones(8, np.float32),), mesh_of(**MESH), pins=table)
+
+
+@pytest.mark.parametrize("free", [P.UNCONSTRAINED, None, "data", "model", ("data", "model")])
+def test_a_dimension_is_split_only_over_what_it_may(free: Any) -> None:
+    made = prepared(mlp_step, mlp_args(), mesh_of(data=4, model=2), pins={re.compile("w1"): Only(free, "data")})
+    program, rng = made.traced.program, random.Random(0)
+    leaf = program.body.inputs[program.input_paths.index("params/w1")]
+    pairs = [AxisRule(role.name, axis) for role in made.problem.roles.roles for axis in ("data", "model")]
+    allowed = {"data", "model"} if free is P.UNCONSTRAINED else {free} - {None} if not isinstance(free, tuple) else free
+    seen: set[str] = set()
+    for _ in range(100):
+        spec = Layout(made.problem, tuple(rng.sample(pairs, 4))).fit(leaf).spec
+        assert set(spec[1]) <= {"data"}
+        seen |= set(spec[0])
+    assert seen == set(allowed)
+
+
+def test_what_may_split_a_leaf_goes_on_to_the_output_it_is_carried_in() -> None:
+    made = prepared(
+        decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1),
+        pins={"params/w1": Only(None, None, "data")},
+    )  # fmt: skip
+    program = made.traced.program
+    leaf = program.input_paths.index("params/w1")
+    (output,) = (out for source, out in made.carry if source == leaf)
+    barred = made.problem.barred
+    assert barred[program.body.outputs[output].index] == barred[program.body.inputs[leaf].index] == (
+        ("data", "model"), ("data", "model"), ("model",),
+    )  # fmt: skip
+
+
+def test_a_search_finds_the_best_of_what_is_allowed() -> None:
+    def found(**pins: Any) -> autoshard.Plan:
+        return autoshard.optimize(
+            mlp_step, mlp_args(batch=64, d=128, h=256), mesh_of(data=4, model=2), hardware="tpu_v5e", progress=False,
+            memory_budget_bytes="400KiB", effort=autoshard.Effort(compiled=0, measured=0), **pins,
+        )  # fmt: skip
+
+    only = {re.compile("w[12]"): Only("model", "model")}
+    free, kept = found(), found(pins=only)
+    assert any("data" in str(free.specs[path]) for path in ("params/w1", "params/w2"))
+    assert not any("data" in str(kept.specs[path]) for path in ("params/w1", "params/w2"))
+    assert any("model" in str(kept.specs[path]) for path in ("params/w1", "params/w2"))
+
+
+def test_an_exact_path_wins_over_a_pattern_whatever_the_pin() -> None:
+    def problem(pins: Any) -> Any:
+        return prepared(mlp_step, mlp_args(), mesh_of(data=4, model=2), pins=pins).problem
+
+    fixed = problem({"params/w1": P("data"), re.compile("w1"): Only("model")})
+    assert len(fixed.pins) == 1
+    assert not fixed.barred
+    free = problem({"params/w1": Only("model"), re.compile("w1"): P("data")})
+    assert len(free.barred) == 1
+    assert not free.pins
+
+
+@pytest.mark.parametrize(
+    ("pins", "error", "words"),
+    [
+        (
+            {"params/w1": Only("date")},
+            SpecError,
+            r"params/w1 is float32\[32, 64\], but Only\('date'\) names .*Use data",
+        ),
+        ({"params/w1": Only(None, ("model", "nowhere"))}, SpecError, "names mesh axis 'nowhere'; the mesh has"),
+        ({"params/w1": Only(None, None, "data")}, SpecError, "3 entries for 2 dimensions. Use at most 2"),
+        ({"params/w9": Only("data")}, PathError, "no argument leaf. Nearest: .*params/w1"),
+        ({re.compile("nothing"): Only("data")}, PathError, "matches none of the"),
+        ({"params/w1": ["data"]}, ArgumentError, "PartitionSpec or autoshard.Only"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(pins: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        prepared(mlp_step, mlp_args(), mesh_of(data=4, model=2), pins=pins)

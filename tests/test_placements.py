@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from autoshard.layout import AxisRule, Fit, Layout, Problem
+from autoshard.pins import Only
 from autoshard.placements import OPEN, Placements
 from autoshard.prepare import Prepared
 from tests.models import decoder_args, decoder_step
@@ -18,12 +21,13 @@ from tests.stages import array, mesh_of, prepared
 
 @pytest.fixture(scope="module")
 def decoders() -> list[Prepared]:
-    """Widths that all mesh axes, some of them, and only one by one divide."""
-    sizes = [{"heads": 4, "d": 64}, {"heads": 6, "d": 96}, {"heads": 2, "d": 36, "batch": 4}]
-    meshes = [{"data": 4, "model": 2}, {"data": 2, "model": 2, "third": 2}, {"data": 2, "model": 4}]
+    """Widths that all mesh axes, some of them, and only one by one divide; and leaves kept from some mesh axes."""
+    sizes = [{"heads": 4, "d": 64}, {"heads": 6, "d": 96}, {"heads": 2, "d": 36, "batch": 4}, {"heads": 2, "d": 36}]
+    meshes = [{"data": 4, "model": 2}, {"data": 2, "model": 2, "third": 2}, *[{"data": 2, "model": 4}] * 2]
+    pins = [None, None, None, {re.compile("w[12]"): Only(None, "data"), re.compile("wq"): Only(None, "model", None)}]
     return [
-        prepared(decoder_step, decoder_args(**size), mesh_of(**axes), donate_argnums=(0, 1))
-        for size, axes in zip(sizes, meshes, strict=True)
+        prepared(decoder_step, decoder_args(**size), mesh_of(**axes), donate_argnums=(0, 1), pins=pin)
+        for size, axes, pin in zip(sizes, meshes, pins, strict=True)
     ]
 
 
@@ -50,7 +54,7 @@ def fit_of(placements: Placements, index: np.ndarray, column: int) -> tuple[dict
     return found, OPEN in dims
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 @given(data=st.data())
 def test_many_at_once_are_fitted_as_one_by_one(decoders: list[Prepared], number: int, data: st.DataObject) -> None:
     problem = decoders[number].problem

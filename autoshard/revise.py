@@ -1,0 +1,111 @@
+"""What the evidence so far says of candidates that have less of it: the order in which they go on, revised.
+
+Programs that were compiled say how far the predicted (or partitioned) collectives are from compiled ones, and the
+predicted peak from the compiled peak; programs that were measured, what compiled seconds come to on the clock. Both are
+fitted anew whenever more is known (`cost_model.refit`), for this search only, and nothing of it is kept: the numbers of
+trials stay what the model, the compiler and the clock said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TypeVar
+
+from autoshard.cost_model.refit import Factors, Parts, parts_of, refit, time_s
+from autoshard.evidence import Collective
+from autoshard.race import Candidate, Race
+
+_T = TypeVar("_T")
+
+KNOWN_AT_LEAST = 2
+"""Programs of one form (constraints inside, or arguments only) from which it gets factors of its own."""
+
+
+class Revision:
+    """The evidence of a race, fitted.
+
+    Attributes:
+        compiler: What predicted seconds are multiplied by to be compiled ones, by whether constraints are inside.
+        clock: What compiled seconds are multiplied by to be measured ones.
+    """
+
+    def __init__(self, race: Race) -> None:
+        """Fits what is known now."""
+        self._race = race
+        self._overlap = race.predictor.hardware.overlap
+        compiled = [c for c in race.candidates if c.trial.compiled is not None]
+        self.compiler = _by_form(compiled, self._of_compiler)
+        self._peaks = _by_form(compiled, _peak_ratio)
+        measured = [(self._compiled(c), c.trial.measured.median_s) for c in compiled if c.trial.measured is not None]
+        self.clock = refit(measured, self._overlap)
+
+    def time_s(self, candidate: Candidate) -> float:
+        """Seconds of a step by all that is known: measured, else expected of the clock."""
+        trial = candidate.trial
+        if trial.measured is not None:
+            return trial.measured.median_s
+        known = trial.compiled is not None
+        parts = self._compiled(candidate) if known else self.compiler[candidate.layout.inside].scaled(
+            self._uncompiled(candidate)
+        )  # fmt: skip
+        return time_s(self.clock.scaled(parts), self._overlap)
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Compiled peak, else what is expected of the compiler."""
+        if candidate.trial.compiled is not None:
+            return candidate.trial.compiled.peak_bytes
+        return int(self._peaks[candidate.layout.inside] * candidate.proposal.prediction.peak_bytes)
+
+    def order(self, candidate: Candidate) -> tuple[object, ...]:
+        """Order of candidates: those that fit the budget by time, then the others by how far they are over it."""
+        excess = max(0, self.peak_bytes(candidate) - (self._race.budget_bytes or self.peak_bytes(candidate)))
+        return excess, float(f"{self.time_s(candidate):.4g}"), candidate.order
+
+    def _of_compiler(self, compiled: Sequence[Candidate]) -> Factors:
+        found = [(self._uncompiled(c), c.trial.compiled.time_s) for c in compiled if c.trial.compiled is not None]
+        return refit(found, self._overlap)
+
+    def _uncompiled(self, candidate: Candidate) -> Parts:
+        """Parts by the best word there is before the compiler's: the partitioner's, else the model's."""
+        prediction, parted = candidate.proposal.prediction, candidate.trial.partitioned
+        collectives = prediction.collectives if parted is None else self._as_sent(parted.collectives)
+        return self._parts(prediction.compute_s, collectives)
+
+    def _compiled(self, candidate: Candidate) -> Parts:
+        found = candidate.trial.compiled
+        assert found is not None
+        compute_s = candidate.proposal.prediction.compute_s if found.compute_from == "predicted" else found.compute_s
+        return self._parts(compute_s, found.collectives)
+
+    def _as_sent(self, collectives: Sequence[Collective]) -> list[Collective]:
+        """The partitioner's collectives as XLA:CPU sends them; see `Race`."""
+        if self._race.prepared.request.mesh.platform != "cpu":
+            return list(collectives)
+        return [
+            replace(c, kind="all_reduce", bytes=2 * c.bytes) if c.kind == "reduce_scatter" else c for c in collectives
+        ]
+
+    def _parts(self, compute_s: float, collectives: Sequence[Collective]) -> Parts:
+        predictor = self._race.predictor
+        return parts_of(predictor.hardware, predictor.problem.mesh_axes, compute_s, collectives)
+
+
+def _by_form(compiled: Sequence[Candidate], fit: Callable[[Sequence[Candidate]], _T]) -> dict[bool, _T]:
+    """What is fitted to the candidates of each form; to all of them where one has too few."""
+    found = {}
+    for inside in (True, False):
+        own = [c for c in compiled if c.layout.inside is inside]
+        found[inside] = fit(own if len(own) >= KNOWN_AT_LEAST else compiled)
+    return found
+
+
+def _peak_ratio(compiled: Sequence[Candidate]) -> float:
+    """Median of compiled over predicted peaks; 1 without any."""
+    ratios = [
+        c.trial.compiled.peak_bytes / c.proposal.prediction.peak_bytes
+        for c in compiled
+        if c.trial.compiled is not None and c.proposal.prediction.peak_bytes
+    ]
+    return median(ratios) if ratios else 1.0
