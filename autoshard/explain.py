@@ -66,6 +66,7 @@ class Explanation:
         compiled_s: Predicted compute with the compiled collectives; None if nothing can be compiled here.
         measured_s: Median of the search's rounds; None if it was not measured.
         reasons: For each preset of the search that is not the plan, the one reason that decides.
+        pareto: Candidates of the search that no other one beats in both predicted time and peak, fastest first.
     """
 
     moved: tuple[Moved, ...]
@@ -76,9 +77,12 @@ class Explanation:
     compiled_s: float | None
     measured_s: float | None
     reasons: tuple[tuple[str, str], ...]
+    pareto: tuple[Trial, ...] = ()
 
     def __str__(self) -> str:
         parts: list[object] = [_moved_table(self), _memory_table(self), _throughput_table(self)]
+        if self.pareto:
+            parts.append(_pareto_table(self))
         if self.reasons:
             parts.append("why not a preset:\n" + "\n".join(f"  {name}: {reason}" for name, reason in self.reasons))
         return render(*parts).rstrip()
@@ -130,7 +134,20 @@ def explain(plan: Plan, hardware: Hardware | str | None = None) -> Explanation:
         compiled_s=compiled_s,
         measured_s=winner.measured.median_s if winner is not None and winner.measured is not None else None,
         reasons=tuple(_reasons(plan, predictor, winner)),
+        pareto=pareto(plan.trials),
     )
+
+
+def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Trials that no other one beats in both predicted time and predicted peak memory, fastest first."""
+    kept: list[Trial] = []
+    least_bytes: int | None = None
+    known = [(t.predicted, t) for t in trials if t.predicted is not None and t.constraints == "anchors"]
+    for found, trial in sorted(known, key=lambda item: (item[0].time_s, item[0].peak_bytes, item[1].key)):
+        if least_bytes is None or found.peak_bytes < least_bytes:
+            kept.append(trial)
+            least_bytes = found.peak_bytes
+    return tuple(kept)
 
 
 def _seconds(predictor: Predictor, op: CollectiveOp) -> float:
@@ -284,4 +301,21 @@ def _throughput_table(found: Explanation) -> Table:
             rows += [(f"{what} a second", f"{rate:.3g}", word) for what, rate in t.per_s(step_s)]
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+def _pareto_table(found: Explanation) -> Table:
+    """Time against memory; what the compiler said stands beside the prediction where it was asked."""
+    title = "time against memory: no candidate is predicted to be better in both"
+    table = Table(title=title, title_justify="left")
+    table.add_column("candidate", no_wrap=True)
+    for name in ("step", "peak", "step, compiled", "peak, compiled"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("rules")
+    for trial in found.pareto:
+        assert trial.predicted is not None
+        seen = trial.compiled
+        compiled = ("", "") if seen is None else (seconds_text(seen.time_s), bytes_text(seen.peak_bytes))
+        predicted = seconds_text(trial.predicted.time_s), bytes_text(trial.predicted.peak_bytes)
+        table.add_row(trial.name, *predicted, *compiled, ", ".join(trial.rules))
     return table

@@ -6,6 +6,8 @@ Each rung cuts the ranked list. What a candidate earned is kept in the study, so
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -295,6 +297,9 @@ class Race:
             self.reference_failure = failure
 
     def _verify(self, candidate: Candidate) -> None:
+        self.reference_failure = self._too_large(candidate)
+        if self.reference_failure:
+            return
         self._compile(candidate, to_run=True)
         if candidate.compiled is None:
             return
@@ -327,6 +332,16 @@ class Race:
                 f"wrong numbers: {found.leaf} differs from that of the {found.against} by {found.max_abs_err:.3g}, "
                 f"tolerance {found.tolerance:.3g}",
             )
+
+    def _too_large(self, candidate: Candidate) -> str:
+        """Why a candidate cannot be run here: devices on the CPU share the host's memory; empty where it can."""
+        found, mesh = candidate.trial.compiled, self.prepared.request.mesh
+        if found is None or mesh.platform != "cpu":
+            return ""
+        need, there = found.peak_bytes * math.prod(mesh.axes.values()), host_bytes()
+        if need <= there:
+            return ""
+        return f"not run: it needs {bytes_text(need)} on all devices, and this host has {bytes_text(there)}"
 
     def _other(self, candidate: Candidate) -> Candidate | None:
         """What to compare a candidate with: a compiled candidate, or None for the unsharded function.
@@ -400,6 +415,11 @@ class Race:
         need = sum(c.trial.compiled.argument_bytes for c in candidates if c.trial.compiled is not None)
         peak = max((c.trial.compiled.peak_bytes for c in candidates if c.trial.compiled is not None), default=0)
         return need + peak <= memory
+
+
+def host_bytes() -> int:
+    """Memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def one_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.errors import PathError
 from autoshard.evidence import collective_bytes
+from autoshard.explain import pareto
 from autoshard.hlo import read_collectives
 from autoshard.plan import Plan
 from examples import transformer
@@ -118,3 +119,20 @@ def test_the_command_explains_a_table(mesh_4x2: Mesh, tmp_path: Path, capsys: py
     for extra, shown in ((["--minimal"], "models.py:"), (["--leaf", "params/w1"], "the plan"), ([], "throughput")):
         app(["explain", str(tmp_path / "t.json"), f"{module}:factory", *extra], standalone_mode=False)
         assert shown in capsys.readouterr().out
+
+
+def test_time_against_memory_is_shown(mesh_4x2: Mesh) -> None:
+    plan = autoshard.optimize(
+        models.mlp_step, models.mlp_args(batch=64, d=64, h=256), mesh_4x2, hardware="tpu_v5e", progress=False,
+        effort=autoshard.Effort(compiled=0, measured=0),
+    )  # fmt: skip
+    anchored = [t.predicted for t in plan.trials if t.predicted is not None and t.constraints == "anchors"]
+    shown = [t.predicted for t in pareto(plan.trials) if t.predicted is not None]
+    assert len(shown) > 1
+    assert [p.time_s for p in shown] == sorted({p.time_s for p in shown})
+    assert [p.peak_bytes for p in shown] == sorted({p.peak_bytes for p in shown}, reverse=True)
+    for one in anchored:
+        assert any(p.time_s <= one.time_s and p.peak_bytes <= one.peak_bytes for p in shown)
+    found = plan.explain(hardware="tpu_v5e")
+    assert found.pareto == pareto(plan.trials)
+    assert "time against memory" in str(found)

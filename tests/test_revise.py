@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard import ladder, race, revise
+from autoshard import bench, ladder, revise
 from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.cost_model.refit import parts_of, time_s
 from autoshard.evidence import Collective
@@ -37,7 +37,7 @@ def clock(compiled: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Measured
 
 
 def searched(monkeypatch: pytest.MonkeyPatch, challenges: int) -> tuple[Trial, list[Trial]]:
-    monkeypatch.setattr(race, "measure", clock)
+    monkeypatch.setattr(bench, "measure", clock)
     monkeypatch.setattr(ladder, "CHALLENGES", challenges)
     plan = autoshard.optimize(
         mlp_step, mlp_args(batch=64, d=128, h=256), mesh_of(**AXES), hardware=GIVEN, progress=False,
