@@ -5,6 +5,13 @@ changes predicted at once; the sampler goes on from there, descent follows again
 conditions, which the sampler does not see. The same effective layout is never predicted twice.
 
 The objective is the predicted time; a candidate over the memory budget is told with its excess as a constraint.
+
+The sampler is multivariate TPE. Alone, without presets and descent, on ten problems whose best is known (4x2, one seed,
+`python -m tests.benchmarks.samplers`), the best of 40 and of 200 points takes longer than the best of all by, in the
+mean: random 30 % and 14 %, TPE 24 % and 7 %, multivariate TPE 25 % and 11 % (grouped: the same, as no parameter depends
+on another), NSGA-II 34 % and 18 %. Multivariate TPE finds the best itself most often (3 of 10, the others 1) and takes
+5 ms a point, plain TPE 14. None replaces descent, which finds it in all (`tests/search/test_regret.py`); a Gaussian
+process needs torch and was not tried.
 """
 
 from __future__ import annotations

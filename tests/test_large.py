@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard import Effort
+from autoshard import Effort, race
 from autoshard.cost_model.hardware import hardware_for
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 
@@ -32,3 +32,13 @@ def test_without_a_second_layout_the_plan_says_why_it_is_not_verified() -> None:
     )
     assert not plan.verified
     assert "no second layout" in str(plan.verified)
+
+
+def test_what_the_host_has_no_memory_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "host_bytes", lambda: 1000)
+    plan = autoshard.optimize(
+        mlp_step, mlp_args(), "data=4,model=2", effort=Effort(compiled=1, measured=0), progress=False
+    )
+    assert not plan.verified
+    assert "not run: it needs" in str(plan.verified)
+    assert "this host has 1000 B" in str(plan.verified)
