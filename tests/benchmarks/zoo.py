@@ -49,15 +49,20 @@ Problem = dict[str, Any]
 
 
 PROBLEMS = (
-    "recurrent@h100:8", "recurrent@h100:4x2",
-    "multi_query_decoding@h100:8", "multi_query_decoding@h100:4x2",
-    "recommender@h100:8", "recommender@h100:4x2",
-    "llama_8b@h100:8", "llama_8b@h100:4x2", "llama_8b@a100:2x8",
-    "grouped_queries@h100:2x4", "grouped_queries@h100:2x8",
+    "recurrent@h100:8",
+    "recurrent@h100:4x2",
+    "multi_query_decoding@h100:8",
+    "multi_query_decoding@h100:4x2",
+    "recommender@h100:8",
+    "recommender@h100:4x2",
+    "llama_8b@h100:8",
+    "llama_8b@h100:4x2",
+    "llama_8b@a100:2x8",
+    "grouped_queries@h100:2x4",
     "gradient_accumulation@h100:4x2",
-    "mixtral@h100:4x8", "mixtral@h100:8x4",
+    "mixtral@h100:4x8",
     "llama_70b@h100:8x8",
-)  # fmt: skip
+)
 HOPELESS = 1.5
 ARGUMENTS = " (arguments)"
 SAME = 1.01
