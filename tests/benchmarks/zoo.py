@@ -61,6 +61,7 @@ PROBLEMS = (
     "grouped_queries@h100:2x4",
     "gradient_accumulation@h100:4x2",
     "mixtral@h100:4x8",
+    "mixtral@h100:8x4",
     "llama_70b@h100:8x8",
 )
 HOPELESS = 1.5
