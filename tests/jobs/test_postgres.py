@@ -18,7 +18,7 @@ from autoshard.report_html import report_html
 from autoshard.search.connect import open_storage
 from autoshard.search.tasks import Tasks
 from autoshard.standing import standing_json, standing_of, standing_text
-from tests.jobs.crew import ROOT, crew, evaluations, task_of, wait_for, works
+from tests.jobs.crew import CROWDED_LEASE_S, ROOT, crew, evaluations, task_of, wait_for, works
 from tests.jobs.postgres import PASSWORD, Server
 from tests.models import mlp_args, mlp_step
 
@@ -82,8 +82,8 @@ def test_workers_behind_the_grpc_proxy(server: Server, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sixteen_processes_start_in_the_same_second(server: Server, tmp_path: Path) -> None:
     log = tmp_path / "evaluations.log"
-    with crew(16, server.url, 40, 0.1, log, study="sixteen") as workers:
-        said = [json.loads(worker.communicate(timeout=300)[1].splitlines()[-1]) for worker in workers]
+    with crew(16, server.url, 40, 0.1, log, study="sixteen", lease_s=CROWDED_LEASE_S) as workers:
+        said = [json.loads(worker.communicate(timeout=600)[1].splitlines()[-1]) for worker in workers]
     assert said == [{"tasks": 40, "best": 17}] * 16
     assert sorted(evaluations(log)) == list(range(40))
 
