@@ -117,6 +117,16 @@ class Placements:
         able = (self._roles[column] >= 0) & (self._dim_sizes[column] > 1)
         return [int(size) for size in self._dim_sizes[column][able]]
 
+    def factors(self, axis: int) -> NDArray[np.int64]:
+        """[columns] into how many pieces the partitioner cuts a column that a mesh axis leaves OPEN: by a factor of it.
+
+        The dimensions that it does not divide are cut as far as they go: 4 heads on an axis of 8 devices in 4.
+        """
+        size = self.sizes[axis]
+        able = (self._roles >= 0) & (self._dim_sizes % size != 0)
+        found: NDArray[np.int64] = np.where(able, np.gcd(self._dim_sizes, size), 1).max(axis=1, initial=1)
+        return found
+
     def alike(self, column: int, dim: int, other: int, other_dim: int) -> bool:
         """True if rules say the same of dimensions of two columns, but for what their other dimensions have to do."""
         one, two = (column, dim), (other, other_dim)

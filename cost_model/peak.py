@@ -18,7 +18,7 @@ from autoshard.cost_model.costs import CopyColumns
 from autoshard.cost_model.memory import MemoryTable
 from autoshard.cost_model.moves import Array
 from autoshard.cost_model.sums import Sums
-from autoshard.placements import Placements
+from autoshard.placements import OPEN, Placements
 
 WINDOW = 8
 """Equations on each side that make up the surroundings of a point."""
@@ -50,6 +50,7 @@ class Peak:
         self._copies = copies
         self._placements = placements
         self._columns = np.array([own for own, _ in columns], dtype=np.int64)
+        self._factors = [placements.factors(axis)[self._columns] for axis in range(len(placements.sizes))]
         lent = [(n, *entry) for n, (_, borrowed) in enumerate(columns) for entry in borrowed]
         self._lent = np.array(lent, dtype=np.int64).reshape(-1, 4)
         work = classes.of_eqn[table.point_eqn]
@@ -134,8 +135,9 @@ class Peak:
         for axis, size in enumerate(self._placements.sizes):
             known, rows = len(self._share[axis]), self._placements.rows[axis].array
             if known < len(rows):
-                split = self._split(rows[known:])
-                self._share[axis] = np.concatenate([self._share[axis], np.where(split, 1.0 / size, 1.0)])
+                split, opened = self._split(rows[known:]), rows[known:][:, self._columns] == OPEN
+                share = np.where(split, 1.0 / size, np.where(opened, 1.0 / self._factors[axis], 1.0))
+                self._share[axis] = np.concatenate([self._share[axis], share])
         total = len(self._copies.uses)
         if self._known_copies < total:
             self._known_copies = max(self._known_copies, 0)

@@ -16,7 +16,7 @@ from autoshard.cost_model.borrowed import borrowed
 from autoshard.cost_model.hardware import h100
 from autoshard.cost_model.predict import Predictor
 from autoshard.placements import Placements
-from tests.stages import array, layout_of, prepared
+from tests.stages import array, layout_of, mesh_of, prepared
 
 BATCH, LENGTH, D, VOCAB = 4, 64, 16, 512
 
@@ -85,3 +85,19 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
     gradients = [v for eqn in program.eqns if eqn.primitive == "scan" for v in eqn.outputs if v.shape == (4, 64, 64)]
     moments_column = placements.value_column(program.body.inputs[1])
     assert [(moments_column, dim, dim) for dim in range(3)] == list(lent[gradients[-1].index])
+
+
+def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
+    """4 heads on 8 devices: the partitioner cuts the scores in 4."""
+
+    def attention(x: jax.Array, w: jax.Array) -> jax.Array:
+        q = jnp.einsum("btd,dhk->bthk", x, w)
+        scores = jnp.einsum("bqhk,bshk->bhqs", q, q)
+        return jnp.exp(scores) * jnp.tanh(scores)
+
+    made = prepared(attention, (array(2, 64, 32), array(32, 4, 8)), mesh_of(data=8))
+    whole, split = (
+        Predictor(made.problem, h100, made.traced.call.donated, CPU).predict(layout_of(made, *rules)).peak_bytes
+        for rules in ((), ("w.1->data",))
+    )
+    assert split < 0.5 * whole
