@@ -2,7 +2,7 @@
 
 Arguments, outputs, loop carries and what anchors read and write are stated (see `constrain`); any other value is open.
 The partitioner hands a split from one open value to the next, both ways, along dimensions that run over the same loop,
-also where a slice, a pad or a window shifts it. So an open value is split as its own roles say, and over each other
+also where a window shifts it. So an open value is split as its own roles say, and over each other
 mesh axis as something stated at the border of its region is, one of another role for instance.
 
 Reference:
@@ -17,13 +17,13 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.constrain import ANCHORS, CUT_KERNELS
+from autoshard.constrain import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import Placements
 from autoshard.program import Eqn, Flow, Value
 
-STATED = ANCHORS | CUT_KERNELS
+STATED = ANCHORS | CUT_KERNELS | SHIFTS
 _CARRIES_ON = (LoopKind.PASS, LoopKind.PERMUTED)
 
 Borrowed = tuple[tuple[int, int, int], ...]

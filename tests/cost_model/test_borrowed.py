@@ -45,9 +45,7 @@ def peaks(step: Any, args: Any, mesh: Mesh, *rules: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("rules", [(), ("x.1->data",), ("x.1->data", "x.1->model"), ("x.0->data",)])
-def test_a_slice_of_a_split_sequence_is_split_where_the_axis_does_not_divide_it(
-    mesh_4x2: Mesh, rules: tuple[str, ...]
-) -> None:
+def test_a_slice_of_a_split_sequence_that_the_axis_does_not_divide(mesh_4x2: Mesh, rules: tuple[str, ...]) -> None:
     predicted, compiled = peaks(loss_step, LOSS_ARGS, mesh_4x2, *rules)
     assert predicted == pytest.approx(compiled, rel=0.25)
 
@@ -62,11 +60,8 @@ def test_arguments_and_what_anchors_write_inherit_nothing(mesh_4x2: Mesh) -> Non
     lent = borrowed(made.problem, Placements(made.problem))
     program = made.traced.program
     stated = [*program.body.inputs, *program.body.outputs]
-    stated += [v for eqn in program.eqns if eqn.primitive in ("dot_general", "gather") for v in eqn.outputs]
+    stated += [v for eqn in program.eqns if eqn.primitive in ("dot_general", "gather", "slice") for v in eqn.outputs]
     assert not any(lent[v.index] for v in stated)
-    sliced = [v for eqn in program.eqns if eqn.primitive == "slice" for v in eqn.outputs if v.dtype == "float32"]
-    assert all(lent[v.index] for v in sliced)
-    assert sliced
 
 
 def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
