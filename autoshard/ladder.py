@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.errors import ArgumentError, NoFeasiblePlanError, SearchFailedError
 from autoshard.layout import shard_count
@@ -14,6 +14,10 @@ from autoshard.revise import Revision
 from autoshard.search.proposer import Proposals
 
 PARTITIONED_PER_COMPILED = 2
+MORE_WORK = 1.5
+"""A program for arguments only that has so many times the flops per predicted second of any program with its layout
+stated inside did not split the work as its rules say; below, the rest (copies, norms) may account for it."""
+
 FIRST = 2 / 3
 """Share of what is compiled that is chosen by partitioned times; the rest is chosen when their programs are known."""
 
@@ -76,6 +80,7 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
     if not fitting:
         fitting = _compile_smallest(race, chosen, effort.compiled)
+    charge_unsplit_work(race, fitting)
     fitting = by_compiled_time(fitting)
     if effort.measured:
         return _measured_winner(race, fitting, effort)
@@ -220,6 +225,28 @@ def _challenged(race: Race, winner: Candidate, effort: Effort) -> Candidate:
         race.measure([winner, *able])
         winner = race.fastest([c for c in (winner, *able) if c.trial.measured is not None])
     return winner
+
+
+def charge_unsplit_work(race: Race, candidates: Sequence[Candidate]) -> None:
+    """Adds to the compiled time of layouts for arguments only what their programs compute more than the rules say.
+
+    Predicted compute takes the work to be split by the rules. Where nothing is stated inside, the partitioner decides,
+    and may leave it whole. The compiler's flops are no measure of seconds (it counts loop bodies once), but of two
+    programs of one function their ratio tells: it is held against that of the layouts that are stated inside.
+    """
+    per_s: dict[str, float] = {}
+    for c in candidates:
+        if c.trial.compiled is not None and c.trial.compiled.compute_from == "predicted":
+            per_s[c.trial.key] = c.trial.compiled.flops / max(c.proposal.prediction.compute_s, 1e-30)
+    usual = max((per_s[c.trial.key] for c in candidates if c.layout.inside and c.trial.key in per_s), default=0.0)
+    for c in candidates:
+        found = c.trial.compiled
+        if found is None or c.layout.inside or not usual or per_s.get(c.trial.key, 0.0) <= MORE_WORK * usual:
+            continue
+        times = per_s[c.trial.key] / usual
+        more_s = (times - 1) * c.proposal.prediction.compute_s
+        c.trial = replace(c.trial, compiled=replace(found, time_s=found.time_s + more_s))
+        race.progress.say(f"{c.trial.name}: the compiled program does {times:.1f} times the work that its rules say")
 
 
 def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
