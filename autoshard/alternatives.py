@@ -158,7 +158,6 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
         except NoFeasiblePlanError as error:
             failures.append(f"{what} {alternative.name}: does not fit by prediction ({str(error).splitlines()[0]})")
             continue
-        by_prediction[alternative.name] = plan
         found = _predicted(_winner(plan))
         per = found.time_s / alternative.samples
         predicted.append((per, alternative, f"{seconds_text(per)} predicted, peak {bytes_text(found.peak_bytes)}"))

@@ -82,8 +82,9 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
         fitting = _compile_smallest(race, chosen, effort.compiled)
     charge_unsplit_work(race, fitting)
     fitting = by_compiled_time(fitting)
-    if effort.measured:
-        return _measured_winner(race, fitting, effort)
+    able = [c for c in fitting if not race.too_large(c)]
+    if effort.measured and able:
+        return _measured_winner(race, able, effort)
     while True:
         for candidate in fitting:
             race.verify(candidate)
@@ -228,25 +229,29 @@ def _challenged(race: Race, winner: Candidate, effort: Effort) -> Candidate:
 
 
 def charge_unsplit_work(race: Race, candidates: Sequence[Candidate]) -> None:
-    """Adds to the compiled time of layouts for arguments only what their programs compute more than the rules say.
+    """Corrects the compute of layouts for arguments only whose programs do more work than their rules say; noted.
 
     Predicted compute takes the work to be split by the rules. Where nothing is stated inside, the partitioner decides,
     and may leave it whole. The compiler's flops are no measure of seconds (it counts loop bodies once), but of two
-    programs of one function their ratio tells: it is held against that of the layouts that are stated inside.
+    programs of one function their ratio tells: it is held against that of the layouts that are stated inside. What
+    was corrected before, in evidence of an earlier run, stays as it is.
     """
-    per_s: dict[str, float] = {}
+    flops_per_s: dict[str, float] = {}
     for c in candidates:
         if c.trial.compiled is not None and c.trial.compiled.compute_from == "predicted":
-            per_s[c.trial.key] = c.trial.compiled.flops / max(c.proposal.prediction.compute_s, 1e-30)
-    usual = max((per_s[c.trial.key] for c in candidates if c.layout.inside and c.trial.key in per_s), default=0.0)
+            flops_per_s[c.trial.key] = c.trial.compiled.flops / max(c.proposal.prediction.compute_s, 1e-30)
+    usual = max((flops_per_s.get(c.trial.key, 0.0) for c in candidates if c.layout.inside), default=0.0)
     for c in candidates:
         found = c.trial.compiled
-        if found is None or c.layout.inside or not usual or per_s.get(c.trial.key, 0.0) <= MORE_WORK * usual:
+        times = flops_per_s.get(c.trial.key, 0.0) / usual if usual and not c.layout.inside else 0.0
+        if found is None or times <= MORE_WORK:
             continue
-        times = per_s[c.trial.key] / usual
-        more_s = (times - 1) * c.proposal.prediction.compute_s
-        c.trial = replace(c.trial, compiled=replace(found, time_s=found.time_s + more_s))
-        race.progress.say(f"{c.trial.name}: the compiled program does {times:.1f} times the work that its rules say")
+        compute_s = times * c.proposal.prediction.compute_s
+        more_s = compute_s - found.compute_s
+        c.trial = replace(c.trial, compiled=replace(found, compute_s=compute_s, time_s=found.time_s + more_s))
+        note = f"{c.trial.name}: its compiled program does {times:.1f} times the work that its rules say"
+        race.notes.append(note)
+        race.progress.say(note)
 
 
 def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:

@@ -60,7 +60,7 @@ class Outcome:
     """
 
     key: str
-    rules: tuple[str, ...]
+    rules: tuple[AxisRule, ...]
     inside: bool
     verified: bool
     reason: str
@@ -157,7 +157,7 @@ class LeadersBench(Bench):
         self, key: str, layout: Layout, built: Built | None, time_of: Callable[[Sequence[Any]], float] | None
     ) -> Compiled:
         """Compiles a layout on all processes; see `Bench`."""
-        with self._step("compile", key=key, rules=list(map(str, layout.rules)), inside=layout.inside):
+        with self._step("compile", key=key, rules=_plain(layout.rules), inside=layout.inside):
             self.agreement.together(lambda: _done(Bench.compile(self, key, layout, built, time_of)))
         return self.compiled[key]
 
@@ -173,7 +173,7 @@ class LeadersBench(Bench):
 
     def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
         """The same at smaller sizes; see `Bench`."""
-        with self._step("compare_small", rules=list(map(str, layout.rules)), inside=layout.inside):
+        with self._step("compare_small", rules=_plain(layout.rules), inside=layout.inside):
             answers = self.agreement.together(lambda: _plain(Bench.compare_small(self, layout)))
         refused = [answer for answer in answers if isinstance(answer, str)]
         return refused[0] if refused else (_worst([found for found, _ in answers]), answers[0][1])
@@ -223,7 +223,7 @@ def _follow_step(agreement: Agreement, bench: Bench, name: str, arguments: dict[
     problem = bench.prepared.problem
 
     def layout() -> Layout:
-        return Layout(problem, tuple(map(AxisRule.parse, arguments["rules"])), arguments["inside"])
+        return Layout(problem, msgspec.convert(arguments["rules"], tuple[AxisRule, ...]), arguments["inside"])
 
     if name == "compile":
         agreement.together(lambda: _done(bench.compile(arguments["key"], layout(), None, None)))

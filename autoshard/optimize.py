@@ -33,7 +33,7 @@ from autoshard.inputs import inputs_for
 from autoshard.interrupt import Interrupts
 from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
-from autoshard.layout import AxisRule, Layout
+from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
 from autoshard.multihost import LeadersBench, Outcome, follow, identity_of, joined
 from autoshard.plan import Plan, Verification
@@ -270,10 +270,10 @@ def _outcome(
     elif interrupted:
         reason = "the search was interrupted before the comparison"
     else:
-        reason = race.reference_failure or "nothing was run: effort compiled=0"
+        reason = race.too_large(winner) or race.reference_failure or "nothing was run: effort compiled=0"
     return Outcome(
         key=winner.trial.key,
-        rules=tuple(map(str, winner.layout.rules)),
+        rules=winner.layout.rules,
         inside=winner.layout.inside,
         verified=winner.trial.verified is not None,
         reason=reason,
@@ -295,7 +295,7 @@ def _planned(bench: Bench, outcome: Outcome) -> Plan:
         user_fn=prepared.request.fn,
         options=prepared.request.options,
         traced=prepared.traced,
-        layout=Layout(prepared.problem, tuple(map(AxisRule.parse, outcome.rules)), outcome.inside),
+        layout=Layout(prepared.problem, outcome.rules, outcome.inside),
         mesh=prepared.request.mesh,
         carry=prepared.carry,
         verified=Verification(outcome.verified, outcome.reason),

@@ -30,7 +30,7 @@ from autoshard.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.table import SpecTable
 from autoshard.trace import Traced, effects_of, source_line, trace
 
-Pins = Mapping[str | re.Pattern[str], PartitionSpec | Only] | Plan | SpecTable | Literal["metadata"] | None
+Pins = PinMap | Plan | SpecTable | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
 
 LARGE_CONSTANT_BYTES = 2**20

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from autoshard.bench import Bench
-from autoshard.compile import Built, Compiled, CompilerOptions, build
+from autoshard.compile import Built, CompilerOptions, build
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence import CollectiveOp
 from autoshard.isolate import Failure, InProcess, Isolation
@@ -50,7 +50,6 @@ class Candidate:
     proposal: Proposal
     trial: Trial
     built: Built | None = None
-    compiled: Compiled | None = None
 
     @property
     def order(self) -> tuple[float, float, bool, int, str]:
@@ -141,7 +140,6 @@ class Race:
     def reject(self, candidate: Candidate, reason: str) -> None:
         """Takes a candidate out of the race."""
         candidate.trial = candidate.trial.reject(reason)
-        candidate.compiled = None
         self.bench.forget(candidate.trial.key)
         self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
 
@@ -225,7 +223,7 @@ class Race:
 
         With isolation that is in a process of its own, and in this one only what survived there and is needed `to_run`.
         """
-        if candidate.trial.status == "rejected" or candidate.compiled is not None:
+        if candidate.trial.status == "rejected" or self._on_bench(candidate):
             return
         if candidate.trial.compiled is not None and not to_run:
             return
@@ -239,15 +237,14 @@ class Race:
                 self.reject(candidate, f"compilation failed: {found.reason}")
                 return
             if found is None or to_run:
-                candidate.compiled = self.bench.compile(
-                    trial.key, candidate.layout, built, lambda ops: self.time_s(compute_s, ops)
-                )
-                found = found or candidate.compiled.evidence
+                made = self.bench.compile(trial.key, candidate.layout, built, lambda ops: self.time_s(compute_s, ops))
+                found = found or made.evidence
         except Exception as error:
             self.reject(candidate, f"compilation failed: {one_line(error)}")
             return
         if trial.compiled is not None:
             return  # its evidence stands
+        found = replace(found, compute_s=compute_s)
         candidate.trial = replace(trial, status="compiled", compiled=found)
         over = self.over_budget(candidate)
         if over:
@@ -297,11 +294,10 @@ class Race:
             self.reference_failure = failure
 
     def _verify(self, candidate: Candidate) -> None:
-        self.reference_failure = self._too_large(candidate)
-        if self.reference_failure:
+        if self.too_large(candidate):
             return
         self._compile(candidate, to_run=True)
-        if candidate.compiled is None:
+        if not self._on_bench(candidate):
             return
         self.progress.doing(f"verifying {candidate.trial.name}", self.standing())
         try:
@@ -333,7 +329,11 @@ class Race:
                 f"tolerance {found.tolerance:.3g}",
             )
 
-    def _too_large(self, candidate: Candidate) -> str:
+    def _on_bench(self, candidate: Candidate) -> bool:
+        """True for a candidate that is compiled here, to be run."""
+        return candidate.trial.key in self.bench.compiled
+
+    def too_large(self, candidate: Candidate) -> str:
         """Why a candidate cannot be run here: devices on the CPU share the host's memory; empty where it can."""
         found, mesh = candidate.trial.compiled, self.prepared.request.mesh
         if found is None or mesh.platform != "cpu":
@@ -356,7 +356,7 @@ class Race:
             if other.trial.compiled is None or other.layout.input_specs() == candidate.layout.input_specs():
                 continue
             self._compile(other, to_run=True)
-            if other.compiled is not None:
+            if self._on_bench(other):
                 return other
         raise LookupError("the unsharded function does not fit on one device, and no second layout was compiled")
 
@@ -367,7 +367,7 @@ class Race:
     def measure(self, candidates: Sequence[Candidate]) -> None:
         """Measures candidates against each other, round by round."""
         self.compile(candidates)
-        alive = [c for c in candidates if c.trial.status != "rejected"]
+        alive = [c for c in candidates if c.trial.status != "rejected" and not self.too_large(c)]
         if not alive or (all(c.trial.measured is not None for c in alive) and not self.shared.again):
             return
 
@@ -379,7 +379,7 @@ class Race:
     def _measure(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             self._compile(candidate, to_run=True)
-        by_name = {c.trial.name: c for c in candidates if c.compiled is not None}
+        by_name = {c.trial.name: c for c in candidates if self._on_bench(c)}
         while by_name:
             try:
                 found = self.bench.measure(

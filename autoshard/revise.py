@@ -76,8 +76,7 @@ class Revision:
     def _compiled(self, candidate: Candidate) -> Parts:
         found = candidate.trial.compiled
         assert found is not None
-        compute_s = candidate.proposal.prediction.compute_s if found.compute_from == "predicted" else found.compute_s
-        return self._parts(compute_s, found.collectives)
+        return self._parts(found.compute_s, found.collectives)
 
     def _as_sent(self, collectives: Sequence[Collective]) -> list[Collective]:
         """The partitioner's collectives as XLA:CPU sends them; see `Race`."""

@@ -34,11 +34,27 @@ def test_without_a_second_layout_the_plan_says_why_it_is_not_verified() -> None:
     assert "no second layout" in str(plan.verified)
 
 
-def test_what_the_host_has_no_memory_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("measured", [0, 1])
+def test_what_the_host_has_no_memory_for_is_not_run(monkeypatch: pytest.MonkeyPatch, measured: int) -> None:
     monkeypatch.setattr(race, "host_bytes", lambda: 1000)
     plan = autoshard.optimize(
-        mlp_step, mlp_args(), "data=4,model=2", effort=Effort(compiled=1, measured=0), progress=False
+        mlp_step, mlp_args(), "data=4,model=2", effort=Effort(compiled=2, measured=measured), progress=False
     )
     assert not plan.verified
     assert "not run: it needs" in str(plan.verified)
     assert "this host has 1000 B" in str(plan.verified)
+    assert not any(trial.measured for trial in plan.trials)
+
+
+def test_what_fits_on_the_host_is_run_beside_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {name: autoshard.apply(mlp_step, mlp_args(), "data=4,model=2", name).compile().evidence.peak_bytes
+             for name in ("replicated", "fsdp")}  # fmt: skip
+    assert peaks["fsdp"] < peaks["replicated"]
+    monkeypatch.setattr(race, "host_bytes", lambda: 8 * peaks["replicated"] - 1)
+    plan = autoshard.optimize(
+        mlp_step, mlp_args(), "data=4,model=2", effort=Effort(compiled=6, measured=3), progress=False
+    )
+    assert plan.verified
+    for trial in plan.trials:
+        assert trial.compiled is None or trial.measured is None or trial.compiled.peak_bytes < peaks["replicated"]
+    assert any(trial.measured for trial in plan.trials)

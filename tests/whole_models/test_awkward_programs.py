@@ -66,6 +66,7 @@ def test_data_parallelism_splits_the_work_of_accumulated_gradients(eight: Mesh) 
     assert split.flops < whole.flops / 6  # an eighth, and the update of the parameters
     plan = search(model, None, eight)
     assert evidence(plan).flops < whole.flops / 6
+    assert any("dp (arguments): its compiled program does" in note for note in plan.notes)  # it leaves the work whole
 
 
 def multi_query_decode(batch: int, length: int, d: int, heads: int, k: int) -> WholeModel:
