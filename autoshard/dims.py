@@ -52,6 +52,11 @@ class LogicalAxes:
 
         The size of a loop that can only be cut between blocks is the number of blocks.
         """
+        if eqn.index not in self._loops:
+            self._loops[eqn.index] = self._find_loops(eqn)
+        return self._loops[eqn.index]
+
+    def _find_loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
         rule = self.rules[eqn.index]
         found: list[tuple[int, int]] = [(NO_AXIS, 1)] * len(rule.kinds)
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):

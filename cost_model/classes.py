@@ -107,6 +107,8 @@ class _Builder:
         self._plans = plans
         self._axes = problem.roles.axes
         self._born = born
+        self._seen_of: dict[int, int] = {}
+        self._seen_numbers: dict[object, int] = {}
 
     def build(self) -> Classes:
         works: dict[object, list[Eqn]] = {}
@@ -158,8 +160,15 @@ class _Builder:
             if v.itemsize and (v.shape or scalars)
         )
 
-    def _seen(self, value: Value) -> object:
-        """What the cost of moving a value depends on; a pinned value is a class of its own."""
+    def _seen(self, value: Value) -> int:
+        """A number for what the cost of moving a value depends on; a pinned value is a class of its own."""
+        number = self._seen_of.get(value.index)
+        if number is None:
+            number = self._seen_numbers.setdefault(self._look_at(value), len(self._seen_numbers))
+            self._seen_of[value.index] = number
+        return number
+
+    def _look_at(self, value: Value) -> object:
         pinned = value.index if value.index in self._problem.pins else -1
         made_for = tuple((self._problem.work_signature(e), loops) for e, loops in self._born.get(value.index, ()))
         return self._problem.value_signature(value), value.itemsize, pinned, made_for

@@ -190,7 +190,8 @@ def _vertices(rows: NDArray[np.float64], work: Array) -> Array:
         return np.zeros(0, dtype=np.int64)
     padded = np.concatenate([np.full(WINDOW, -2), work, np.full(WINDOW, -3)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * WINDOW + 1)
-    _, like = np.unique(windows, axis=0, return_inverse=True)
+    weights = np.random.default_rng(0).integers(1 << 62, size=windows.shape[1])  # equal hashes: like surroundings
+    _, like = np.unique(windows @ weights, return_inverse=True)
     order = np.argsort(like.ravel(), kind="stable")
     alike = like.ravel()[order]
     inner = np.flatnonzero((alike[2:] == alike[1:-1]) & (alike[1:-1] == alike[:-2])) + 1

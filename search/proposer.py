@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from functools import partial
+from itertools import islice, permutations, product
 from typing import cast
 
 import numpy as np
@@ -154,9 +155,9 @@ def propose(
     study = optuna.create_study(sampler=sampler)
     search = _Search(problem, predictor, space, study, budget_bytes, evaluations)
     same = [
-        Skipped(p.name, f"here it is the same layout as {first}")
-        for p in named
-        if (first := search.preset(p)) != p.name
+        Skipped(preset.name, f"here it is the same layout as {first}")
+        for preset, first in zip(named, search.presets(named), strict=True)
+        if first != preset.name
     ]
     interrupted = enumerated = False
     try:
@@ -203,13 +204,11 @@ class _Search:
 
     def run(self, asks: int, on_progress: Callable[[int, int], None] | None) -> None:
         """Descent from the best presets, the sampler, descent from the best of all."""
-        for start in self._unlike(self._ranked(), STARTS):
-            self._descend(start)
+        self._descend(self._unlike(self._ranked(), STARTS))
         if any(self._space.able.values()):
             self._ask(max(0, asks - len(self._study.get_trials(deepcopy=False))), on_progress)
-            self._descend(self._ranked()[0])
-            for start in self._unlike(self._ranked(), REFINED):
-                self._descend(self._refine(start))
+            self._descend(self._ranked()[:1])
+            self._descend(self._refine(self._unlike(self._ranked(), REFINED)))
 
     def enumerate(self, at_most: int) -> bool:
         """Tries every rule list of a small space; False where the space is larger."""
@@ -226,11 +225,13 @@ class _Search:
 
     # Predicting -----------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, batch: Iterable[Lists]) -> list[_Found]:
-        """Predicts layouts, those that are known already from memory; what is over the limit is left out."""
-        return self._evaluate_rules([rules_of(lists) for lists in batch], SEARCH)
+    def _evaluate(self, batch: Iterable[Lists]) -> list[_Found | None]:
+        return self._evaluate_rules([rules_of(lists) for lists in batch])
 
-    def _evaluate_rules(self, batch: Sequence[tuple[AxisRule, ...]], origin: str, name: str = "") -> list[_Found]:
+    def _evaluate_rules(
+        self, batch: Sequence[tuple[AxisRule, ...]], names: Sequence[str] = (), origin: str = SEARCH
+    ) -> list[_Found | None]:
+        """Predicts layouts, those that are known already from memory; None for what is over the limit."""
         if not batch:
             return []
         placements = self._predictor.placements
@@ -247,9 +248,10 @@ class _Search:
             times, peaks = predictions.time_s.tolist(), predictions.peak_bytes.tolist()
             for (key, number), row, time_s, peak in zip(fresh.items(), chosen.tolist(), times, peaks, strict=True):
                 self._searched += origin == SEARCH
-                called = name or f"search-{self._searched}"
-                self._found[key] = _Found(batch[number], called, origin, tuple(row), time_s, peak)
-        return [self._found[key] for key in keys if key in self._found]
+                name = names[number] if names else f"search-{self._searched}"
+                called = origin if origin == SEARCH else f"{origin}:{name}"
+                self._found[key] = _Found(batch[number], name, called, tuple(row), time_s, peak)
+        return [self._found.get(key) for key in keys]
 
     def _cost(self, found: _Found) -> tuple[int, float, int]:
         return cost(found.time_s, found.peak_bytes, self._budget_bytes)
@@ -272,42 +274,60 @@ class _Search:
 
     # Stages ---------------------------------------------------------------------------------------------------------
 
-    def preset(self, preset: Preset) -> str:
-        """Evaluates a preset and tells the study of it where the space can express it; the name its layout has."""
-        found = self._evaluate_rules([preset.rules], f"preset:{preset.name}", preset.name)
-        if not found:
-            return preset.name
-        self._record(found[0])
-        return found[0].name
+    def presets(self, named: Sequence[Preset]) -> list[str]:
+        """Evaluates presets and tells the study of those that the space can express; the names their layouts have."""
+        found = self._evaluate_rules([p.rules for p in named], [p.name for p in named], "preset")
+        for one in found:
+            if one is not None:
+                self._record(one)
+        return [preset.name if one is None else one.name for preset, one in zip(named, found, strict=True)]
 
-    def _descend(self, start: _Found) -> _Found:
-        """Descent: the best change of one mesh axis' rules, axis by axis, then of two, until nothing improves."""
-        best = start
+    def _descend(self, starts: Sequence[_Found]) -> None:
+        """Descent: the best change of one mesh axis' rules, axis by axis, then of two, until nothing improves.
+
+        All starts take each step together, so that what they try is predicted at once.
+        """
+        space, bests = self._space, list(starts)
+        going = list(range(len(bests)))
         for _ in range(ROUNDS):
-            before = best
-            for axis in self._space.able:
-                lists = self._space.lists(best.rules)
-                best = min([best, *self._evaluate(neighbours(self._space, lists, axis))], key=self._cost)
-            if best is before:
-                lists = self._space.lists(best.rules)
-                best = min([best, *self._evaluate(exchanges(self._space, lists))], key=self._cost)
-            if best is before:
+            before = list(bests)
+            for axis in space.able:
+                self._step(bests, going, partial(neighbours, space, axis=axis))
+            stuck = [i for i in going if bests[i] is before[i]]
+            self._step(bests, stuck, partial(exchanges, space))
+            going = [i for i in going if bests[i] is not before[i] and bests[i] not in bests[:i]]
+            if not going:
                 break
-        if best is not start:
-            self._record(best)
-        return best
+        for best in dict.fromkeys(bests):
+            if best not in starts:
+                self._record(best)
 
-    def _refine(self, start: _Found) -> _Found:
+    def _step(self, bests: list[_Found], going: Sequence[int], moves: Callable[[Lists], Iterable[Lists]]) -> None:
+        """Takes the best move of some, where one is better."""
+        tried = [[rules_of(lists) for lists in moves(self._space.lists(bests[i].rules))] for i in going]
+        for i, found in zip(going, self._best_of(tried), strict=True):
+            bests[i] = min([bests[i], *found], key=self._cost)
+
+    def _best_of(self, batches: Sequence[Sequence[tuple[AxisRule, ...]]]) -> list[list[_Found]]:
+        """The best of each batch, in a list that is empty where nothing was predicted; all are predicted at once."""
+        every = iter(self._evaluate_rules([rules for batch in batches for rules in batch]))
+        mine = ([found for found in islice(every, len(batch)) if found is not None] for batch in batches)
+        return [[min(found, key=self._cost)] if found else [] for found in mine]
+
+    def _refine(self, starts: Sequence[_Found]) -> list[_Found]:
         """Adds conditions and occurrences, the best one each time, until none buys enough to be worth reading."""
-        best = start
+        bests = list(starts)
+        going = list(range(len(bests)))
         for _ in range(REFINEMENTS):
-            tried = self._evaluate_rules(list(refinements(self._space, best.rules)), SEARCH)
-            found = min(tried, key=self._cost, default=best)
-            excess, time_s, _ = self._cost(best)
-            if self._cost(found)[:2] >= (excess, (1 - WORTH) * time_s):
-                break
-            best = found
-        return best
+            tried = [list(refinements(self._space, bests[i].rules)) for i in going]
+            better = []
+            for i, found in zip(going, self._best_of(tried), strict=True):
+                excess, time_s, _ = self._cost(bests[i])
+                if found and self._cost(found[0])[:2] < (excess, (1 - WORTH) * time_s):
+                    bests[i] = found[0]
+                    better.append(i)
+            going = better
+        return bests
 
     # The study ------------------------------------------------------------------------------------------------------
 
@@ -319,30 +339,29 @@ class _Search:
         self._study.enqueue_trial(dict(point), skip_if_exists=True)
         if self._study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.WAITING]):
             trial = self._study.ask()
-            self._tell(trial, self._suggested(trial))
+            self._tell(trial, *self._evaluate([self._space.decode(self._suggested(trial))]))
 
     def _suggested(self, trial: optuna.Trial) -> Point:
         choices = self._space.parameters()
         return cast(Point, {name: trial.suggest_categorical(name, list(values)) for name, values in choices.items()})
 
-    def _tell(self, trial: optuna.Trial, point: Point) -> None:
-        found = self._evaluate([self._space.decode(point)])
-        if not found:
+    def _tell(self, trial: optuna.Trial, found: _Found | None) -> None:
+        if found is None:
             self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return
-        trial.set_user_attr("rules", [str(rule) for rule in found[0].rules])
+        trial.set_user_attr("rules", [str(rule) for rule in found.rules])
         if self._budget_bytes is not None:
-            trial.set_constraint("memory", float(found[0].peak_bytes - self._budget_bytes))
-        self._study.tell(trial, found[0].time_s)
+            trial.set_constraint("memory", float(found.peak_bytes - self._budget_bytes))
+        self._study.tell(trial, found.time_s)
 
     def _ask(self, count: int, on_progress: Callable[[int, int], None] | None) -> None:
         """Asks the sampler for points, a few at once, and tells their predicted times."""
         for start in range(0, count, ASKED_AT_ONCE):
             trials = [self._study.ask() for _ in range(min(ASKED_AT_ONCE, count - start))]
             points = [self._suggested(trial) for trial in trials]
-            self._evaluate([self._space.decode(point) for point in points])
-            for number, (trial, point) in enumerate(zip(trials, points, strict=True)):
-                self._tell(trial, point)
+            every = self._evaluate([self._space.decode(point) for point in points])
+            for number, (trial, found) in enumerate(zip(trials, every, strict=True)):
+                self._tell(trial, found)
                 if on_progress is not None:
                     on_progress(start + number + 1, count)
 
@@ -357,9 +376,9 @@ class _Search:
         for number, found in enumerate(dict.fromkeys(chosen)):
             if number < READABLE and found.origin == SEARCH:
                 short = shortener.shorten(Layout(self._problem, found.rules))
-                again = self._evaluate_rules([short.rules], SEARCH, found.name)
-                if again and again[0].origin == SEARCH:
-                    found = replace(again[0], rules=short.rules)
+                again = self._evaluate_rules([short.rules], [found.name])[0]
+                if again is not None and again.origin == SEARCH:
+                    found = replace(again, rules=short.rules)
             kept.setdefault(found.index, found)
         index = np.array([found.index for found in kept.values()], dtype=np.int32)
         predictions = self._predictor.predict_each(index)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule
+from autoshard.dim_rules.loops import Loops, Rule, Shape
 from autoshard.dim_rules.types import DimRule, LoopKind
 from autoshard.program import Eqn
 
@@ -16,7 +17,12 @@ def elementwise(eqn: Eqn) -> DimRule:
     A scalar operand (a predicate, a bound, a literal) has no dimension. An operand dimension of size 1 against a larger
     one is broadcast and has its own loop.
     """
-    loops = Loops.of(eqn)
+    return _elementwise(tuple(v.shape for v in eqn.inputs), tuple(v.shape for v in eqn.outputs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _elementwise(operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> DimRule:
+    loops = Loops(operands, results)
     shapes = loops.results or loops.operands
     if not shapes:
         return loops.rule()

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 
 
-class LoopKind(enum.Enum):
+class LoopKind(enum.StrEnum):
     """How a loop dimension behaves when it is split over devices (the four kinds of Shardy's own rules).
 
     PASS: the same dimension in all its operands and results; a split costs nothing. A loop that occurs in results only
