@@ -28,6 +28,8 @@ CHALLENGES = 2
 ROUNDS_OF_REJECTIONS = 3
 AS_GOOD = 1.01
 """Compiled times within this ratio count as equal: their compute part is predicted, and no better than that."""
+SAME = 1 + 1e-9
+"""Times within this ratio differ by the order in which floats were added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +257,15 @@ def charge_unsplit_work(race: Race, candidates: Sequence[Candidate]) -> None:
 
 
 def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
-    """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest rules first."""
-    best = min(c.order[0] for c in candidates)
+    """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest rules first.
+
+    What is slower than a preset, by however little, is not as good: no answer is ever worse than what experts write.
+    """
+    good_s = AS_GOOD * min(c.time_s for c in candidates)
+    good_s = min([good_s, *(SAME * c.time_s for c in candidates if c.is_preset)])
 
     def key(candidate: Candidate) -> tuple[object, ...]:
-        slower = candidate.order[0] > AS_GOOD * best
+        slower = candidate.time_s > good_s
         return slower, 0 if slower else len(candidate.layout.rules), candidate.order
 
     return sorted(candidates, key=key)

@@ -57,11 +57,16 @@ class Candidate:
 
         Then stated inside before arguments only, fewer rules, key.
         """
-        found, prediction = self.trial.compiled, self.proposal.prediction
-        seconds = prediction.time_s if found is None else found.time_s
-        peak_bytes = prediction.peak_bytes if found is None else found.peak_bytes
-        rounded = float(f"{seconds:.3g}"), float(f"{peak_bytes:.2g}")
+        found = self.trial.compiled
+        peak_bytes = self.proposal.prediction.peak_bytes if found is None else found.peak_bytes
+        rounded = float(f"{self.time_s:.3g}"), float(f"{peak_bytes:.2g}")
         return (*rounded, not self.layout.inside, len(self.layout.rules), self.trial.key)
+
+    @property
+    def time_s(self) -> float:
+        """Compiled seconds of a step, predicted where it is not compiled."""
+        found = self.trial.compiled
+        return self.proposal.prediction.time_s if found is None else found.time_s
 
     @property
     def is_preset(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import autoshard
+from autoshard.ladder import by_compiled_time
 from autoshard.race import Candidate, Race
 from autoshard.trial import Measured, Predicted, Trial
 from tests.models import mlp_args, mlp_step
@@ -49,3 +50,22 @@ def test_within_noise_the_prediction_decides(layout: Any) -> None:
 def test_with_equal_predictions_the_canonical_form_decides(layout: Any) -> None:
     other = NOISY[::-1]
     assert winner(candidate(layout, "b", 1.0, NOISY), candidate(layout, "a", 1.0, other)) == "a"
+
+
+def compiled(layout: Any, key: str, seconds: float, rules: int, origin: str = "search") -> Candidate:
+    trial = Trial(key, origin, (), "anchors", key, predicted=Predicted(seconds, 0, 0))
+    proposal: Any = SimpleNamespace(prediction=trial.predicted)
+    return Candidate(replace(layout, rules=layout.rules[:rules]), proposal, trial)
+
+
+def test_of_what_compiles_as_good_as_equal_the_fewest_rules_win(layout: Any) -> None:
+    found = by_compiled_time(
+        [compiled(layout, "a", 1.0, 2), compiled(layout, "b", 1.009, 1), compiled(layout, "c", 2, 0)]
+    )
+    assert [c.trial.key for c in found] == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(("preset_s", "wins"), [(1.02, "b"), (1.005, "a"), (1.0, "p")])
+def test_but_nothing_slower_than_a_preset_wins(layout: Any, preset_s: float, wins: str) -> None:
+    searched = [compiled(layout, "a", 1.0 if preset_s > 1 else 1.001, 2), compiled(layout, "b", 1.009, 1)]
+    assert by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "preset:p")])[0].trial.key == wins
