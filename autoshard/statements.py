@@ -33,7 +33,8 @@ class Place:
 
     Attributes:
         eqn: `Eqn.index` of the anchor, or of the equation with the body.
-        kind: `operand`, `result` or `output` (of a body).
+        kind: `operand`, `kept` (an operand as it is stored, before it is stated as the work reads it), `result` or
+            `output` (of a body).
         position: Which operand, result or output.
         step: Of a result 0 as computed, 1 as stored (and so for the cotangent that such a result has, as an operand);
             of an output the number of the body.
@@ -53,7 +54,7 @@ class Statement:
 
     Attributes:
         source: `file.py:line`.
-        what: `result`, `result as computed`, `operand 1`, `carry 0`.
+        what: `result`, `result as computed`, `operand 1`, `operand 1 as stored`, `carry 0`.
         primitive: The anchor.
         shape: Shape of the value there (inside a loop, of one trip).
         spec: Spec of the expression's value.
@@ -75,6 +76,7 @@ class Statement:
 def as_constraints(statements: Iterable[Statement]) -> Constraints:
     """The statements as constraints of the traced program; of two for one operand that of the lower step holds."""
     operands: dict[int, dict[int, tuple[int, PartitionSpec]]] = defaultdict(dict)
+    kept: dict[int, dict[int, PartitionSpec]] = defaultdict(dict)
     results: dict[int, dict[int, dict[int, PartitionSpec]]] = defaultdict(lambda: defaultdict(dict))
     outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = defaultdict(dict)
     for place in (place for statement in statements for place in statement.places):
@@ -82,6 +84,8 @@ def as_constraints(statements: Iterable[Statement]) -> Constraints:
             known = operands[place.eqn].get(place.position)
             if known is None or place.step <= known[0]:
                 operands[place.eqn][place.position] = place.step, place.spec
+        elif place.kind == "kept":
+            kept[place.eqn][place.position] = place.spec
         elif place.kind == "result":
             results[place.eqn][place.position][place.step] = place.spec
         else:
@@ -90,8 +94,9 @@ def as_constraints(statements: Iterable[Statement]) -> Constraints:
         index: EqnConstraints(
             {k: spec for k, (_, spec) in operands.get(index, {}).items()},
             {k: tuple(spec for _, spec in sorted(steps.items())) for k, steps in results.get(index, {}).items()},
+            kept=kept.get(index, {}),
         )
-        for index in {*operands, *results}
+        for index in {*operands, *kept, *results}
     }
     return Constraints(eqns, dict(outputs))
 
@@ -284,6 +289,8 @@ class _Finder:
         said = as_constraints(made)
         for index, wanted in self._constraints.eqns.items():
             eqn, known = self._axes.program.eqns[index], said.eqns.get(index, EqnConstraints())
+            for k, spec in wanted.kept.items():
+                yield self._unsaid(eqn, eqn.inputs[k], Place(index, "kept", k, 0, spec))
             for k, spec in wanted.operands.items():
                 if known.operands.get(k) != spec:
                     yield self._unsaid(eqn, eqn.inputs[k], Place(index, "operand", k, 0, spec))
@@ -293,6 +300,10 @@ class _Finder:
                         yield self._unsaid(eqn, eqn.outputs[k], Place(index, "result", k, step, spec))
 
     def _unsaid(self, eqn: Eqn, value: Value, place: Place) -> Statement:
-        what = "result as computed" if (place.kind, place.step) == ("result", 0) else f"{place.kind} {place.position}"
+        what = f"{place.kind} {place.position}"
+        if (place.kind, place.step) == ("result", 0):
+            what = "result as computed"
+        elif place.kind == "kept":
+            what = f"operand {place.position} as stored"
         looped = eqn.index in self._looped
         return Statement(source_line(eqn), what, eqn.primitive, value.shape, place.spec, None, (place,), looped)

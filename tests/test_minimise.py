@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,12 +15,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.constrain import constraints_for
 from autoshard.minimise import fewest, minimal_constraints
 from autoshard.sites import Site, paste
+from autoshard.statements import as_constraints, statements_for
 from examples import transformer
 from tests import models
 from tests.pasted import compiled_collectives, pasted_module
 from tests.whole_models import mixture_of_experts
+from tests.whole_models.model import Array
 
 
 @given(st.sets(st.integers(0, 39)))
@@ -108,6 +112,23 @@ def test_a_mixture_of_experts_needs_two_of_hundreds(mesh_4x2: Mesh, tmp_path: Pa
     module = pasted_module(minimal, Path(mixture_of_experts.__file__), tmp_path)
     found = compiled_collectives(plan, module.moe_one_hot().step, model.args, model.donate)
     assert found == plan.compile().evidence.collectives
+
+
+def convolved_and_rolled(w: Array, x: Array) -> Array:
+    def loss(w: Array) -> Array:
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (jnp.concatenate([y[:, 1:], y[:, :1]], 1) * y).sum()
+
+    return jax.grad(loss)(w)
+
+
+def test_statements_say_all_that_the_plan_states(mesh_4x2: Mesh) -> None:
+    args = np.ones((3, 3, 8, 8), np.float32), np.ones((4, 16, 16, 8), np.float32)
+    layout = autoshard.apply(convolved_and_rolled, args, mesh_4x2, ["x.1->data"]).layout
+    stated = constraints_for(layout)
+    assert any(c.kept for c in stated.eqns.values())
+    said = as_constraints(statements_for(layout.problem.roles.axes, stated))
+    assert said.eqns == stated.eqns
 
 
 def test_a_plan_of_arguments_only_needs_nothing(mesh_4x2: Mesh) -> None:
