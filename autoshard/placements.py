@@ -117,15 +117,20 @@ class Placements:
         able = (self._roles[column] >= 0) & (self._dim_sizes[column] > 1)
         return [int(size) for size in self._dim_sizes[column][able]]
 
-    def factors(self, axis: int) -> NDArray[np.int64]:
-        """[columns] into how many pieces the partitioner cuts a column that a mesh axis leaves OPEN: by a factor of it.
+    def factors(self, axis: int, rows: NDArray[np.int8]) -> NDArray[np.int64]:
+        """[rows, columns] into how many pieces the partitioner cuts what a mesh axis leaves OPEN.
 
-        The dimensions that it does not divide are cut as far as they go: 4 heads on an axis of 8 devices in 4.
+        A dimension that the mesh axis does not divide is cut as far as it goes where another dimension of its role is
+        split: 4 heads on 8 devices in 4, if columns of their projection are split in 8. Alone it stays whole.
         """
         size = self.sizes[axis]
-        able = (self._roles >= 0) & (self._dim_sizes % size != 0)
-        found: NDArray[np.int64] = np.where(able, np.gcd(self._dim_sizes, size), 1).max(axis=1, initial=1)
-        return found
+        cut = np.where((self._roles >= 0) & (self._dim_sizes % size != 0), np.gcd(self._dim_sizes, size), 1)
+        found = np.ones(rows.shape, dtype=np.int64)
+        for n in np.flatnonzero((rows == OPEN).any(axis=1)).tolist():
+            split = np.flatnonzero(rows[n] >= 0)
+            also = np.isin(self._roles, self._roles[split, rows[n, split]])
+            found[n] = np.where(also, cut, 1).max(axis=1, initial=1)
+        return np.where(rows == OPEN, found, 1)
 
     def alike(self, column: int, dim: int, other: int, other_dim: int) -> bool:
         """True if rules say the same of dimensions of two columns, but for what their other dimensions have to do."""

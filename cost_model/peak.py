@@ -7,6 +7,7 @@ that stand out between their like in the layers before and after (of 32 unrolled
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,24 @@ from autoshard.cost_model.costs import CopyColumns
 from autoshard.cost_model.memory import MemoryTable
 from autoshard.cost_model.moves import Array
 from autoshard.cost_model.sums import Sums
-from autoshard.placements import OPEN, Placements
+from autoshard.placements import Placements
 
 WINDOW = 8
 """Equations on each side that make up the surroundings of a point."""
+
+
+class MemoryColumn(NamedTuple):
+    """Values that are always cut into equally many pieces.
+
+    Attributes:
+        placement: Their column of the placements.
+        borrowed: What they inherit.
+        shut: Arguments and outputs: where a mesh axis does not divide them they are whole; others are left open there.
+    """
+
+    placement: int
+    borrowed: Borrowed
+    shut: bool
 
 
 class Peak:
@@ -31,7 +46,7 @@ class Peak:
         self,
         table: MemoryTable,
         classes: Classes,
-        columns: Sequence[tuple[int, Borrowed]],
+        columns: Sequence[MemoryColumn],
         placements: Placements,
         copies: CopyColumns,
         sums: Sums,
@@ -41,7 +56,7 @@ class Peak:
         Args:
             table: What is alive where.
             classes: The classes, whose readers tell where copies are alive.
-            columns: For each column of the table its column of the placements, and what its values inherit.
+            columns: The columns of the table.
             placements: The placements.
             copies: Columns of copies; grows.
             sums: Where partial sums are added up.
@@ -49,9 +64,9 @@ class Peak:
         self._classes = classes
         self._copies = copies
         self._placements = placements
-        self._columns = np.array([own for own, _ in columns], dtype=np.int64)
-        self._factors = [placements.factors(axis)[self._columns] for axis in range(len(placements.sizes))]
-        lent = [(n, *entry) for n, (_, borrowed) in enumerate(columns) for entry in borrowed]
+        self._columns = np.array([c.placement for c in columns], dtype=np.int64)
+        self._shut = np.array([c.shut for c in columns], dtype=bool)
+        lent = [(n, *entry) for n, c in enumerate(columns) for entry in c.borrowed]
         self._lent = np.array(lent, dtype=np.int64).reshape(-1, 4)
         work = classes.of_eqn[table.point_eqn]
         self._spans = [_points(table, uses) for uses in classes.uses]
@@ -135,8 +150,9 @@ class Peak:
         for axis, size in enumerate(self._placements.sizes):
             known, rows = len(self._share[axis]), self._placements.rows[axis].array
             if known < len(rows):
-                split, opened = self._split(rows[known:]), rows[known:][:, self._columns] == OPEN
-                share = np.where(split, 1.0 / size, np.where(opened, 1.0 / self._factors[axis], 1.0))
+                factors = self._placements.factors(axis, rows[known:])[:, self._columns]
+                share = np.where(self._shut, 1.0, 1.0 / factors)
+                share = np.where(self._split(rows[known:]), 1.0 / size, share)
                 self._share[axis] = np.concatenate([self._share[axis], share])
         total = len(self._copies.uses)
         if self._known_copies < total:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.born import born_values
-from autoshard.cost_model.borrowed import Borrowed, borrowed
+from autoshard.cost_model.borrowed import borrowed
 from autoshard.cost_model.classes import find_classes
 from autoshard.cost_model.collectives import collective_s, joint
 from autoshard.cost_model.costs import Costs
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
-from autoshard.cost_model.peak import Peak
+from autoshard.cost_model.peak import MemoryColumn, Peak
 from autoshard.cost_model.schedule import schedules
 from autoshard.cost_model.sums import find_sums
 from autoshard.evidence import KINDS, Collective
@@ -115,9 +115,13 @@ class Predictor:
         classes = find_classes(problem, plans, born)
         self._costs = Costs(problem, hardware, classes, self.placements, born, backend)
         lent = borrowed(problem, self.placements)
-        columns: dict[tuple[int, Borrowed], int] = {}
+        body = problem.program.body
+        shut = {v.index for v in (*body.inputs, *body.outputs)}
+        columns: dict[MemoryColumn, int] = {}
         self._column_of = of_value = [
-            columns.setdefault((self.placements.value_column(v), lent[v.index]), len(columns))
+            columns.setdefault(
+                MemoryColumn(self.placements.value_column(v), lent[v.index], v.index in shut), len(columns)
+            )
             for v in problem.program.values
         ]
         self._arguments: Counter[tuple[int, Group]] = Counter()
