@@ -9,7 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from autoshard.report import seconds_text
-from autoshard.search.tasks import StudyTrial, Tasks, claim_of
+from autoshard.search.board import StudyTrial, claim_of
+from autoshard.search.tasks import Tasks
 from autoshard.shared import trials_of
 from autoshard.trial import Trial
 

@@ -33,15 +33,13 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from autoshard.agreement import LOST
 from autoshard.errors import StudyError
 from autoshard.search.beater import BEAT, Beater
+from autoshard.search.board import CLAIM, Board, Claim, StudyTrial, attributes_of, claim_of, record_of
 from autoshard.search.connect import PATIENCE_S, close_storage, open_storage, patiently, study_id_of
 from autoshard.search.machine import MachineLock
 
 log = logging.getLogger("autoshard.jobs")
 
 _T = TypeVar("_T")
-
-StudyTrial = FrozenTrial
-"""A task's claim or result; what it means is in this module's docstring."""
 
 Need = Literal["predict", "compile", "measure"]
 NEEDS: tuple[Need, ...] = ("predict", "compile", "measure")
@@ -53,13 +51,6 @@ POLL_S = 1.0
 
 DEATHS = 4
 """A task that this many workers died on is not tried again: it is what they died of."""
-
-CLAIM = "claim"
-"""One attribute for all of a claim: a database takes several statements for each."""
-
-PART = 60_000
-"""Characters of an attribute; MySQL's TEXT holds 65,535 bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -91,103 +82,6 @@ class Work:
     needs: Need
     title: str
     of_one: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Who has a task, or had it.
-
-    Attributes:
-        task: The task.
-        title: The same for people.
-        owner: Host and process.
-        nonce: Tells two claims of a process apart.
-        lease_s: Without a beat for this long it is stale.
-    """
-
-    task: str
-    title: str
-    owner: str
-    nonce: str
-    lease_s: float
-
-
-_FIELDS = frozenset(field.name for field in fields(Claim))
-
-
-def _written_claim(trial: FrozenTrial) -> dict[str, Any] | None:
-    written = trial.user_attrs.get(CLAIM)
-    return written if isinstance(written, dict) and written.keys() == _FIELDS else None
-
-
-def claim_of(trial: FrozenTrial) -> Claim | None:
-    """The claim that a trial is; None for a trial that is something else."""
-    written = _written_claim(trial)
-    return None if written is None else Claim(**written)
-
-
-@dataclass(frozen=True)
-class Board:
-    """What a study's trials say: results, live claims, and how often workers died on a task; by task."""
-
-    results: Mapping[str, FrozenTrial]
-    claims: Mapping[str, FrozenTrial]
-    deaths: Counter[str]
-    titles: Mapping[str, str]
-
-    @classmethod
-    def of(cls, trials: Sequence[FrozenTrial]) -> Board:
-        """Reads the trials of a study, in the order of their numbers."""
-        results: dict[str, FrozenTrial] = {}
-        claims: dict[str, FrozenTrial] = {}
-        titles: dict[str, str] = {}
-        deaths: Counter[str] = Counter()
-        for trial in trials:
-            claim = _written_claim(trial)  # no object for each of thousands
-            if claim is None:
-                continue
-            task = claim["task"]
-            titles.setdefault(task, claim["title"])
-            if trial.state == TrialState.FAIL:
-                deaths[task] += trial.user_attrs.get("ended") == "stale"
-            elif trial.state.is_finished():
-                results.setdefault(task, trial)
-            else:
-                claims.setdefault(task, trial)
-        return cls(results, {t: c for t, c in claims.items() if t not in results}, deaths, titles)
-
-    def record(self, task: str) -> Any:
-        """What was recorded of a task.
-
-        Raises:
-            StudyError: If it cannot be read.
-        """
-        return record_of(self.results[task])
-
-
-def record_of(trial: FrozenTrial) -> Any:
-    """The record in a finished trial.
-
-    Raises:
-        StudyError: If it cannot be read.
-    """
-    parts: list[str] = []
-    while isinstance(part := trial.user_attrs.get(f"record.{len(parts)}"), str):
-        parts.append(part)
-    try:
-        return json.loads("".join(parts))
-    except (ValueError, RecursionError) as error:
-        claim = claim_of(trial)
-        task = "anything" if claim is None else repr(claim.task)
-        raise StudyError(
-            f"trial {trial.number} of the study has no readable record of {task} ({error}). "
-            f"Was it written by something else? Choose another --study name."
-        ) from None
-
-
-def _attributes(record: Any) -> dict[str, str]:
-    text = json.dumps(record, separators=(",", ":"))
-    return {f"record.{i}": text[i * PART : (i + 1) * PART] for i in range(max(1, -(-len(text) // PART)))}
 
 
 @dataclass(eq=False)
@@ -302,7 +196,7 @@ class Tasks:
         known = self.read().results
         if name not in known:
             claim = Claim(name, name, self.owner, uuid.uuid4().hex, self._lease_s)
-            attributes = {CLAIM: asdict(claim), **_attributes(value)}
+            attributes = {CLAIM: asdict(claim), **attributes_of(value)}
             template = create_trial(state=TrialState.PRUNED, user_attrs=attributes)
             self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
             known = self.read().results
@@ -443,7 +337,7 @@ class Tasks:
     def _record(self, trial_id: int, result: Result) -> bool:
         state = TrialState.PRUNED if result.seconds is None else TrialState.COMPLETE
         values = None if result.seconds is None else [result.seconds]
-        attributes = _attributes(result.record)
+        attributes = attributes_of(result.record)
 
         def put() -> bool:
             try:

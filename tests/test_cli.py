@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.search.board import claim_of, record_of
 from autoshard.search.connect import open_storage, study_names
-from autoshard.search.tasks import Tasks, claim_of, record_of
+from autoshard.search.tasks import Tasks
 
 FACTORY = """
 import jax

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.search.beater import WITHOUT_JAX
-from autoshard.search.tasks import Board, Result, Tasks, Work, claim_of
+from autoshard.search.board import Board, claim_of
+from autoshard.search.tasks import Result, Tasks, Work
 
 ROOT = Path(__file__).parent.parent.parent
 LEASE_S = 2.0

@@ -17,8 +17,9 @@ from optuna.trial import TrialState, create_trial
 from autoshard.agreement import LOST
 from autoshard.errors import StudyError
 from autoshard.search.beater import Beater
+from autoshard.search.board import Board, record_of
 from autoshard.search.machine import MachineLock
-from autoshard.search.tasks import DEATHS, Board, Result, Tasks, Work, _Watch, record_of
+from autoshard.search.tasks import DEATHS, Result, Tasks, Work, _Watch
 from autoshard.search.tasks import LEASE_S as LEASE_LONG_S
 from tests.jobs.crew import CROWDED_LEASE_S, LEASE_S, board_of, crew, evaluations, task_of, value_of, wait_for, works
 
