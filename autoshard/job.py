@@ -6,14 +6,18 @@
     compiled = 64
     [pins]
     "params/wq" = ["", "model"]
+    "re:.*/bias" = { only = ["data"] }
 
 Instead of a factory, `[variants]` names one for each way to write the same step (`remat = "train.py:remat"`): all are
-searched. A pin is a list with one entry a dimension: `""` for unsharded, a mesh axis, or a list of mesh axes. Nothing
-read from a job file is executed; factories are imported as if they stood on the command line, from the same places.
+searched. A pin is a list with one entry a dimension: `""` for unsharded, a mesh axis, or a list of mesh axes; with
+`only`, the mesh axes that may split the dimension (`"*"`: any), and the search decides. `re:` begins a pattern of leaf
+paths. Nothing read from a job file is executed; factories are imported as if they stood on the command line, from the
+same places.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -28,6 +32,7 @@ from autoshard.errors import ArgumentError
 from autoshard.factory import call_factory
 from autoshard.ladder import Effort
 from autoshard.optimize import optimize
+from autoshard.pins import Only
 from autoshard.plan import Plan
 from autoshard.search.connect import without_password
 from autoshard.search.tasks import LEASE_S, NEEDS, Need
@@ -35,6 +40,17 @@ from autoshard.shared import Sharing
 
 LARGEST_BYTES = 2**20
 """Of a job file; one is a page long."""
+
+PATTERN = "re:"
+ANY = "*"
+
+Entries = list[str | list[str]]
+
+
+class OnlyPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An `autoshard.Only` in a job file."""
+
+    only: Entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +72,7 @@ class Job:
         full: On a target, candidates to compile at the full level.
         seconds: Start nothing new after this long.
         seed: Of the sampler.
-        pins: Leaf paths to specs.
+        pins: Leaf paths, or patterns of them, to specs.
         isolate: Compile in a process of its own.
         compile_timeout_s: Until a compilation has failed.
         compile_memory: For the compiler's process, such as `16GiB`.
@@ -83,7 +99,7 @@ class Job:
     full: int | None = None
     seconds: float | None = None
     seed: int = 0
-    pins: Mapping[str, list[str | list[str]]] = field(default_factory=dict)
+    pins: Mapping[str, Entries | OnlyPin] = field(default_factory=dict)
     isolate: bool | None = None
     compile_timeout_s: float | None = None
     compile_memory: int | str | None = None
@@ -162,10 +178,7 @@ def arguments_of(job: Job) -> dict[str, Any]:
         ArgumentError: If there is no mesh.
     """
     arguments = _arguments_of_variants(job.variants) if job.variants else call_factory(job.factory)
-    pins: dict[str, PartitionSpec] = {
-        path: PartitionSpec(*(tuple(e) if isinstance(e, list) else e or None for e in entries))
-        for path, entries in job.pins.items()
-    }
+    pins = {_leaves(where): _pin(said) for where, said in job.pins.items()}
     chosen: dict[str, Any] = {
         "mesh": job.mesh, "target": job.target, "memory_budget_bytes": job.memory_budget, "hardware": job.hardware,
         "storage": job.storage, "study": job.study, "isolate": job.isolate,
@@ -179,6 +192,25 @@ def arguments_of(job: Job) -> dict[str, Any]:
     if "effort" not in arguments or (job.compiled, job.measured, job.full, job.seconds) != (None,) * 4:
         arguments["effort"] = job.effort
     return arguments | {"seed": job.seed}
+
+
+def _leaves(where: str) -> str | re.Pattern[str]:
+    if not where.startswith(PATTERN):
+        return where
+    try:
+        return re.compile(where.removeprefix(PATTERN))
+    except re.error as error:
+        raise ArgumentError(f"pin {where!r}: no regular expression: {error}.") from None
+
+
+def _pin(said: Entries | OnlyPin) -> PartitionSpec | Only:
+    if isinstance(said, OnlyPin):
+        return Only(*(PartitionSpec.UNCONSTRAINED if entry == ANY else _entry(entry) for entry in said.only))
+    return PartitionSpec(*map(_entry, said))
+
+
+def _entry(said: str | list[str]) -> str | tuple[str, ...] | None:
+    return tuple(said) if isinstance(said, list) else said or None
 
 
 def _arguments_of_variants(factories: Mapping[str, str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 from autoshard.agreement import LOST
@@ -25,6 +26,7 @@ from autoshard.errors import ArgumentError
 from autoshard.events import log_events
 from autoshard.factory import use_processes
 from autoshard.job import arguments_of, parse_job, read_job
+from autoshard.pins import Only
 from autoshard.search.tasks import Result, Tasks, Work
 from autoshard.supervise import supervise
 from autoshard.trial import Trial
@@ -117,6 +119,24 @@ def test_options_stand_over_the_job_file(tmp_path: Path) -> None:
     assert job.pins == {"params/w": ["", ["x", "y"]]}
     with pytest.raises(ArgumentError, match="cannot be read"):
         read_job(str(tmp_path / "other.toml"), {})
+
+
+def test_pins_of_a_job_file_are_those_of_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+        factory = "a:b"
+        mesh = "x=2"
+        [pins]
+        "w" = ["", ["x", "y"]]
+        "re:.*/b" = { only = ["", "*", "x", ["x", "y"]] }
+    """
+    monkeypatch.setattr("autoshard.job.call_factory", lambda _: {})
+    pins = arguments_of(parse_job(text, "autoshard.toml"))["pins"]
+    assert pins["w"] == P(None, ("x", "y"))
+    assert pins[re.compile(".*/b")] == Only(None, P.UNCONSTRAINED, "x", ("x", "y"))
+    with pytest.raises(ArgumentError, match="no regular expression"):
+        arguments_of(parse_job(text.replace("re:.*", "re:*"), "autoshard.toml"))
+    with pytest.raises(ArgumentError, match="unknown field"):
+        parse_job(text.replace("only", "any"), "autoshard.toml")
 
 
 def test_a_lost_worker_is_started_again(tmp_path: Path) -> None:
