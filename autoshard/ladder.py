@@ -334,9 +334,11 @@ def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> No
     prediction = smallest.proposal.prediction
     part, held = max(prediction.argument_bytes.items(), key=lambda item: item[1])
     program = race.prepared.traced.program
+    problem = race.prepared.problem
     leaf_bytes = {
-        path: value.bytes // shard_count(smallest.layout.fit(value).spec, race.prepared.problem.mesh_axes)
-        for path, value in zip(program.input_paths, program.body.inputs, strict=True)
+        path: value.bytes // shard_count(smallest.layout.fit(value).spec, problem.mesh_axes)
+        for path, value, group in zip(program.input_paths, program.body.inputs, problem.groups.of_input, strict=True)
+        if group.value == part
     }
     leaf = max(leaf_bytes, key=lambda path: leaf_bytes[path], default="")
     peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
@@ -347,6 +349,11 @@ def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> No
     )
     if compiled and peaks:
         text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
+    elif race.refusals:
+        smallest_refused = bytes_text(min(race.refusals))
+        text += (
+            f", the compiler refuses all {len(race.refusals)} that it was given, the smallest needs {smallest_refused}"
+        )
     else:
         text += " (predicted only: nothing was compiled)"
     donated = race.prepared.traced.call.donated
