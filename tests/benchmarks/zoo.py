@@ -3,7 +3,8 @@
 Models at the sizes at which people train and serve them, on 8 to 64 GPUs, arguments abstract; nothing is executed. For
 each: every preset with constraints inside and as in/out shardings only (what people do today), and the found plan, all
 compiled for CPU devices and priced alike: the compiled collectives on the links of the hardware, and predicted compute.
-A preset of which the model says that it needs more than `HOPELESS` times the memory is not compiled.
+A preset of which the model says that it needs more than `HOPELESS` times the memory is not compiled. Where
+google-parallax is installed (`pip install google-parallax`), it is asked too.
 
 The memory budget of every problem is the memory of its device. No problem fits there replicated; that is asserted by
 prediction. On 16 devices or more the first mesh axis goes over the network, the second over NVLink.
@@ -20,8 +21,10 @@ import json
 import math
 import os
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax
+from jax.sharding import NamedSharding
 
 import autoshard
-from autoshard.compile import build, compile_built
+from autoshard.compile import build, compile_built, evidence_of, figures_of, read_program
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
@@ -63,6 +67,7 @@ PROBLEMS = (
     "mixtral@h100:4x8",
     "mixtral@h100:8x4",
     "llama_70b@h100:8x8",
+    "residual_mlp@h100:4x2",
 )
 HOPELESS = 1.5
 ARGUMENTS = " (arguments)"
@@ -134,10 +139,34 @@ class Bench:
             "s": self._seconds(plan.layout, compiled.executable.as_text() or ""),
             "bytes": compiled.evidence.collective_bytes,
             "peak_bytes": compiled.evidence.peak_bytes,
+            "flops": compiled.evidence.flops, "compute_s": self.predictor.predict(plan.layout).compute_s,
             "rules": [str(rule) for rule in plan.rules], "constraints": winner_of(plan).constraints,
             "search_s": search_s, "name": winner_of(plan).name,
             "bound": self.predictor.least_s() / self.predictor.predict(plan.layout).time_s,
         }  # fmt: skip
+
+    def parallax(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What google-parallax says, compiled and priced in the same way; why it says nothing.
+
+        Compute is that of the found plan, times how many more flops the compiler counts (there is no loop to miscount).
+        """
+        try:
+            from parallax.sharding.auto_shard import get_shardings
+        except ImportError:
+            return {"refused": "not installed: pip install google-parallax"}
+        params, *rest = self._whole.args
+        try:
+            with jax.set_mesh(self._mesh):
+                inputs, outputs = get_shardings(self._whole.step, params, *rest)
+        except Exception as error:
+            return {"refused": f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"}
+        given, made = (jax.tree.map(partial(NamedSharding, self._mesh), specs) for specs in (inputs, outputs))
+        step = jax.jit(self._whole.step, in_shardings=given, out_shardings=made, donate_argnums=self._whole.donate)
+        executable = step.lower(*self._whole.args).compile()
+        reading = read_program(executable.as_text() or "", figures_of(executable, 0.0), "", self._made.request.mesh)
+        compute_s = found["compute_s"] * reading.figures.flops / found["flops"]
+        evidence = evidence_of(reading, self._made.request.mesh, None)
+        return {"s": step_s(self.predictor, compute_s, reading.ops), "peak_bytes": evidence.peak_bytes}
 
 
 @dataclass(frozen=True)
@@ -203,6 +232,23 @@ def lines(rows: list[Row]) -> Iterator[str]:
     yield f"bound within 25 % of the found plan's predicted time in {close} of {len(rows)}"
 
 
+def peer_lines(kept: Mapping[str, Problem], names: list[str]) -> Iterator[str]:
+    """What google-parallax makes of the problems."""
+    refused: dict[str, list[str]] = {}
+    for name in names:
+        said, found = kept[name].get("parallax", {"refused": "not asked"}), kept[name]["found"]
+        if "refused" in said:
+            refused.setdefault(said["refused"], []).append(name)
+        elif "s" in found:
+            fits = "" if said["peak_bytes"] <= kept[name]["budget_bytes"] else ", which does not fit,"
+            yield (
+                f"google-parallax on {name}: {said['s'] * 1e3:.4g} ms{fits} with {said['peak_bytes'] / 2**30:.1f} GiB "
+                f"a device; google-parallax / found {said['s'] / found['s']:.2f}"
+            )
+    for reason, those in refused.items():
+        yield f"google-parallax refuses ({reason}): {', '.join(those)}"
+
+
 def main() -> None:
     """Runs, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,9 +273,10 @@ def main() -> None:
         problem["experts"] = problem.get("experts") or bench.experts()
         options.out.write_text(json.dumps(kept, indent=1))
         problem["found"] = bench.search()
+        problem["parallax"] = bench.parallax(problem["found"])
         options.out.write_text(json.dumps(kept, indent=1))
         print(*Row.of(name, problem).cells, f"{problem['found'].get('search_s', 0):.0f} s", flush=True)
-    text = "\n".join(lines([Row.of(name, kept[name]) for name in wanted]))
+    text = "\n".join([*lines([Row.of(name, kept[name]) for name in wanted]), "", *peer_lines(kept, wanted)])
     print(text)
     if options.table:
         options.table.write_text(text + "\n")

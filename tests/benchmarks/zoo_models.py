@@ -179,6 +179,23 @@ def recommender() -> WholeModel:
     return WholeModel(train_step, args, (0, 1))
 
 
+def residual_mlp() -> WholeModel:
+    """24 residual blocks written out, plain descent: nothing but products and elementwise operations."""
+    blocks = {str(i): {"up": array(8192, 32768), "down": array(32768, 8192)} for i in range(24)}
+
+    def train_step(params: Tree, x: Any, y: Any) -> tuple[Tree, Any]:
+        def loss(p: Tree) -> Any:
+            h = x
+            for block in p.values():
+                h = h + jnp.tanh(h @ block["up"]) @ block["down"]
+            return jnp.mean((h - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return WholeModel(train_step, (blocks, array(16384, 8192), array(16384, 8192)), (0,))
+
+
 MODELS: Mapping[str, Callable[[], WholeModel]] = MappingProxyType(
     {
         "llama_8b": lambda: training(Decoder()),
@@ -189,5 +206,6 @@ MODELS: Mapping[str, Callable[[], WholeModel]] = MappingProxyType(
         "multi_query_decoding": multi_query_decoding,
         "recurrent": recurrent,
         "recommender": recommender,
+        "residual_mlp": residual_mlp,
     }
 )
