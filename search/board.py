@@ -1,11 +1,11 @@
-"""What a study's trials say of its tasks: claims, results, and how often workers died. See `tasks` for what they mean."""
+"""What a study's trials say of its tasks: claims, results, deaths of workers. What they mean is in `tasks`."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState

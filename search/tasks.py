@@ -11,7 +11,6 @@ A result that comes after that is recorded if the task is still free, else dropp
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -19,9 +18,8 @@ import socket
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +31,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from autoshard.agreement import LOST
 from autoshard.errors import StudyError
 from autoshard.search.beater import BEAT, Beater
-from autoshard.search.board import CLAIM, Board, Claim, StudyTrial, attributes_of, claim_of, record_of
+from autoshard.search.board import CLAIM, Board, Claim, attributes_of, claim_of, record_of
 from autoshard.search.connect import PATIENCE_S, close_storage, open_storage, patiently, study_id_of
 from autoshard.search.machine import MachineLock
 
@@ -51,6 +49,7 @@ POLL_S = 1.0
 
 DEATHS = 4
 """A task that this many workers died on is not tried again: it is what they died of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
