@@ -200,7 +200,9 @@ def _leaves(where: str) -> str | re.Pattern[str]:
     try:
         return re.compile(where.removeprefix(PATTERN))
     except re.error as error:
-        raise ArgumentError(f"pin {where!r}: no regular expression: {error}.") from None
+        raise ArgumentError(
+            f"pin {where!r}: no regular expression: {error}. Write it as in Python, such as 're:.*/bias'."
+        ) from None
 
 
 def _pin(said: Entries | OnlyPin) -> PartitionSpec | Only:

@@ -259,7 +259,7 @@ def charge_unsplit_work(race: Race, candidates: Sequence[Candidate]) -> None:
 def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
     """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest rules first.
 
-    What is slower than a preset, by however little, is not as good: no answer is ever worse than what experts write.
+    What is slower than a preset among them, by however little, is not as good.
     """
     good_s = AS_GOOD * min(c.time_s for c in candidates)
     good_s = min([good_s, *(SAME * c.time_s for c in candidates if c.is_preset)])
@@ -350,9 +350,9 @@ def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> No
     if compiled and peaks:
         text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
     elif race.refusals:
-        smallest_refused = bytes_text(min(race.refusals))
+        needs = bytes_text(min(race.refusals))
         text += (
-            f", the compiler refuses all {len(race.refusals)} that it was given, the smallest needs {smallest_refused}"
+            f", the compiler refuses all {len(race.refusals)} programs that it was given, the smallest needs {needs}"
         )
     else:
         text += " (predicted only: nothing was compiled)"

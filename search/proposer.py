@@ -306,13 +306,14 @@ class _Search:
         """Takes the best move of some, where one is better."""
         tried = [[rules_of(lists) for lists in moves(self._space.lists(bests[i].rules))] for i in going]
         for i, found in zip(going, self._best_of(tried), strict=True):
-            bests[i] = min([bests[i], *found], key=self._cost)
+            if found is not None and self._cost(found) < self._cost(bests[i]):
+                bests[i] = found
 
-    def _best_of(self, batches: Sequence[Sequence[tuple[AxisRule, ...]]]) -> list[list[_Found]]:
-        """The best of each batch, in a list that is empty where nothing was predicted; all are predicted at once."""
+    def _best_of(self, batches: Sequence[Sequence[tuple[AxisRule, ...]]]) -> list[_Found | None]:
+        """The best of each batch, None where nothing was predicted; all are predicted at once."""
         every = iter(self._evaluate_rules([rules for batch in batches for rules in batch]))
         mine = ([found for found in islice(every, len(batch)) if found is not None] for batch in batches)
-        return [[min(found, key=self._cost)] if found else [] for found in mine]
+        return [min(found, key=self._cost, default=None) for found in mine]
 
     def _refine(self, starts: Sequence[_Found]) -> list[_Found]:
         """Adds conditions and occurrences, the best one each time, until none buys enough to be worth reading."""
@@ -323,8 +324,8 @@ class _Search:
             better = []
             for i, found in zip(going, self._best_of(tried), strict=True):
                 excess, time_s, _ = self._cost(bests[i])
-                if found and self._cost(found[0])[:2] < (excess, (1 - WORTH) * time_s):
-                    bests[i] = found[0]
+                if found is not None and self._cost(found)[:2] < (excess, (1 - WORTH) * time_s):
+                    bests[i] = found
                     better.append(i)
             going = better
         return bests

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(RuntimeError):  # another conftest may have made the devices already
     jax.config.update("jax_num_cpu_devices", 8)

@@ -16,6 +16,9 @@ from autoshard.prepare import Prepared, make_request, prepare
 from autoshard.signature import Call, flatten_call, options_for
 from autoshard.trace import Traced, trace
 
+QUICKLY = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+"""Compiler options where machine code is not what is read: collectives and memory stay the same."""
+
 
 def array(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
     """An abstract argument."""

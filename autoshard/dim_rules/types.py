@@ -20,6 +20,8 @@ class LoopKind(enum.StrEnum):
     PERMUTED: can be split at the price of a halo or reshard (slice, pad, concatenate, reverse, spatial convolution).
         The dimensions of operands and results that it covers are *not* the same logical axis.
     WHOLE: must be gathered first (the sorted or transformed dimension, the index vector).
+
+    Text, because rules are hashed often, and a plain Enum's hash is computed in Python.
     """
 
     PASS = "pass"

@@ -2,7 +2,7 @@
 
 Llama-3-8B, layers written out, AdamW, on 16x16: seconds of every stage after tracing, and candidates a second when
 20,000 layouts are predicted at once, memory included. Medians of `--repeats` runs in one process (the garbage of
-earlier ones slows later ones), on a machine that does nothing else. Machines differ by a factor of five in how fast
+earlier ones slows later ones), on a machine that does nothing else. Machines differ much in how fast
 they run Python, so all of it is also given as a multiple of what jax itself takes to trace the step.
 """
 

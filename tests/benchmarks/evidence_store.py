@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
-from autoshard.compile import build, compile_built
+from autoshard.compile import CompilerOptions, build, compile_built
 from autoshard.constrain import constraints_for
 from autoshard.layout import Layout
 from autoshard.partition import Partitioned, partition
 from autoshard.prepare import Prepared
 from autoshard.trial import CompiledEvidence
+from tests.stages import QUICKLY
 
 Evidence = dict[str, Any]
 """`compiled` and `partitioned` bytes by kind, `memory` by part; or `failed`, the reason."""
@@ -34,13 +35,13 @@ def key_of(made: Prepared, layout: Layout) -> str:
     return hashlib.blake2b(repr(given).encode(), digest_size=12).hexdigest()
 
 
-def gather(made: Prepared, layout: Layout) -> tuple[Evidence, Any]:
+def gather(made: Prepared, layout: Layout, options: CompilerOptions | None = None) -> tuple[Evidence, Any]:
     """Partitions and compiles a layout; the evidence, and the executable."""
     mesh = made.request.mesh
     built = build(made.traced, layout, mesh)
     try:
         parted = partition(built.lower(), mesh.axes)
-        compiled = compile_built(built, mesh)
+        compiled = compile_built(built, mesh, compiler_options=options)
     except Exception as error:  # a layout that does not compile is evidence too
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}, None
     evidence: Evidence = {
@@ -85,7 +86,7 @@ class EvidenceStore:
         """The evidence of a layout; compiled now unless it is known."""
         key = key_of(made, layout)
         if key not in self._known:
-            self._known[key], _ = gather(made, layout)
+            self._known[key], _ = gather(made, layout, QUICKLY)
             if self._path is not None:
                 with self._path.open("a") as file:
                     file.write(json.dumps({"key": key, **self._known[key]}) + "\n")

@@ -115,8 +115,8 @@ def test_an_all_to_all_on_a_ring_passes_through_those_between() -> None:
 def test_two_calibrations_agree_and_beat_the_preset(tmp_path: Path) -> None:
     """The predicted seconds of a fixed set of collectives and matmuls, twice; and their distance from the clock.
 
-    Each calibration is a command of its own: a process that has measured before finds its small buffers elsewhere, and
-    collectives of 64 KiB then take up to twice as long.
+    Each calibration is a command of its own, as people run it: in one process the second finds its small buffers in
+    other places, and another time for small collectives.
     """
     found = []
     for number in range(2):

@@ -26,7 +26,7 @@ from autoshard.search.shorten import Shortener
 from autoshard.search.space import every_list, make_space, rules_of
 from tests.benchmarks.evidence_store import key_of
 from tests.search.test_regret import CASES, MESHES, V5E, of_case
-from tests.stages import mesh_of
+from tests.stages import QUICKLY, mesh_of
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +35,6 @@ PROBLEMS = (
     ("gradient", "4x2"),
 )
 MOST = 200
-
-QUICKLY = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-"""Machine code is not what is read; collectives and memory stay the same."""
 
 REGRET = 1.05
 

@@ -89,14 +89,18 @@ def test_nothing_fits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "batch"),
-    [pytest.param("tpu:v5e:2x4", 3 * 2**16, marks=TPU), pytest.param("gpu:h100:1x8", 2**23, marks=GPU)],
+    ("name", "batch", "words"),
+    [
+        pytest.param("tpu:v5e:2x4", 3 * 2**16, "15.75 GiB.*the compiler refuses all", marks=TPU),
+        pytest.param("gpu:h100:1x8", 2**23, "79.10 GiB.*the smallest compiled peak of", marks=GPU),
+    ],
 )
-def test_what_the_part_cannot_hold_is_refused_by_its_own_number(name: str, batch: int, tmp_path: Path) -> None:
+def test_what_the_part_cannot_hold_is_refused_by_its_own_number(
+    name: str, batch: int, words: str, tmp_path: Path
+) -> None:
     """The TPU compiler refuses; the GPU compiler compiles whatever it is given, and its figure is compared here."""
-    with pytest.raises(NoFeasiblePlanError, match=r"smallest compiled peak|the compiler refuses") as raised:
+    with pytest.raises(NoFeasiblePlanError, match=words):
         optimize(
             step, args(scale=8, batch=batch), "data=8", target=name, donate_argnums=0, cache_dir=tmp_path,
             effort=Effort(compiled=2, measured=0, full=1), progress=False,
         )  # fmt: skip
-    print(raised.value)

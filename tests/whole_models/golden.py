@@ -74,10 +74,17 @@ def make_row(plan: autoshard.Plan, replicated_bytes: int) -> Row:
 
 
 def search_again(name: str) -> Row:
-    """Searches and makes the row."""
+    """Searches and makes the row; prints how the presets compare, by prediction, for the sentence."""
     model = MODELS[name]()
     replicated_bytes = replicated_peak_bytes(model)
-    return make_row(search(model, replicated_bytes // 2), replicated_bytes)
+    plan = search(model, replicated_bytes // 2)
+    found = winner_of(plan).predicted
+    assert found is not None
+    for trial in plan.trials:
+        if trial.origin.startswith("preset:") and trial.constraints == "anchors" and trial.predicted is not None:
+            time, sent = trial.predicted.time_s / found.time_s, trial.predicted.collective_bytes
+            print(f"  {trial.name}: {time:.3f} of the found plan's time, sends {sent:,} ({found.collective_bytes:,})")
+    return make_row(plan, replicated_bytes)
 
 
 def markdown(models: Mapping[str, Mapping[str, Any]]) -> str:
