@@ -24,12 +24,12 @@ from jax import lax
 
 from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.program import Eqn, Value
+from tests.stages import QUICKLY
 
 Array = Any
 Mode = lax.GatherScatterMode
 
 _INLINED = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _CUT = (LoopKind.PASS, LoopKind.REDUCED)
 
 _GENERATORS = frozenset({"random_bits", "random_gamma", "random_split"})
@@ -226,7 +226,7 @@ def disproved(app: Application, rule: DimRule, tolerance: float = 0.0) -> tuple[
         whole = run(app.primitive, arrays, app.eqn.params)
         return whole, [from_pieces(app, rule, loop, parts, arrays) for loop, parts in cuts]
 
-    whole, made = jax.jit(both, compiler_options=_QUICK)(*app.operands)
+    whole, made = jax.jit(both, compiler_options=QUICKLY)(*app.operands)
     wrong = [
         f"{app.eqn.primitive}: loop {loop} ({rule.kinds[loop].value}) of {rule} does not cut; "
         f"{[v.shape for v in app.eqn.inputs]} {dict(app.eqn.params)}"
@@ -292,7 +292,7 @@ def missing(apps: Sequence[Application], rule: DimRule, tolerance: float = 0.0) 
 def _cuts(app: Application, rule: DimRule, loop: int, parts: int, tolerance: float) -> bool:
     """Whether a loop can be cut; a primitive that refuses the pieces cannot."""
     try:
-        made = jax.jit(lambda *arrays: from_pieces(app, rule, loop, parts, arrays), compiler_options=_QUICK)(
+        made = jax.jit(lambda *arrays: from_pieces(app, rule, loop, parts, arrays), compiler_options=QUICKLY)(
             *app.operands
         )
     except Exception:
