@@ -5,10 +5,14 @@
     collective  as in `collectives`: steps * alpha + bytes / bandwidth, for each kind over each mesh axis
     overlap     what an independent matmul and all_reduce take together, against one after the other
 
-Every program repeats its operation within a call, for about `CALL_S` seconds: long against what a call itself takes,
-short against a time slice of the system, so that some calls run undisturbed on a busy machine too. Programs are timed
-in interleaved rounds, so that a busy moment hits them alike, and the mean of the `LOWEST` rounds is kept: other work on
-the machine only ever adds time. Even and odd rounds, each on their own, say how far that can be relied on (`spread`).
+A program repeats its operation within a call for about `CALL_S` seconds, and what a call without any takes is
+subtracted. What takes longer is done once, on operands that no repetition has brought into the caches. Programs are
+timed in interleaved rounds, so that a busy moment hits them alike, in fewer of them what is long. Where its arguments
+lie in memory alone makes an operation of microseconds up to twice as slow, the same in every round, so they are put in
+`PLACES` places, a round for each in turn. The lowest tenth of the rounds of a place counts, since other work on the
+machine only ever adds time, and the median over the places. Even and odd rounds, each on their own, say how far that
+can be relied on (`spread`).
+
 The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that outliers count less
 (Huber).
 
@@ -38,11 +42,11 @@ from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.errors import HardwareError
 from autoshard.evidence import KINDS
 
-CALL_S = 2e-3
+CALL_S = 1e-3
 MOST_REPEATS = 64
-ROUNDS = 100
-LOWEST = 3
-WARM_UP = 3
+PLACES = 8
+ROUNDS = 160
+LOWEST = 0.1
 MATMUL_ROWS = (64, 128, 256, 512)
 STREAM_BYTES = (2**18, 2**20, 2**22)
 COLLECTIVE_BYTES = (2**12, 2**16, 2**20, 2**22)
@@ -60,7 +64,7 @@ class Sample:
         mesh_axis: Over which it went, "" for compute.
         group_size: Devices in its group.
         amount: Flops of a matmul, bytes moved by a stream, the full bytes of a collective; per device.
-        measured_s: Seconds of one operation, mean of the lowest rounds.
+        measured_s: Seconds of one operation: of the lowest rounds, median over the places of its arguments.
         fitted_s: What the fit says.
         spread: How far even and odd rounds, each on their own, are apart: 0.1 where the one says 10 % more.
     """
@@ -116,7 +120,7 @@ def calibrate(
     Args:
         mesh: Its devices are measured together, its axes one after the other.
         dtypes: Of the matmuls; `float32` must be among them.
-        rounds: Rounds of the clock.
+        rounds: Rounds of the clock, over all places.
         on_progress: Told what is being done.
 
     Returns:
@@ -129,16 +133,15 @@ def calibrate(
     both = _overlap_program(mesh)
     on_progress(f"measuring {len(programs)} operations on {mesh.size} devices")
     runs = [program.run for program in programs] + ([both] if both else [])
-    timed = _interleaved(runs, rounds)
-    seconds = [_lowest(found) for found in timed]
+    clocks = _interleaved(runs, rounds)
     samples = [
-        replace(p.sample, measured_s=s, spread=abs(_lowest(found[::2]) / _lowest(found[1::2]) - 1.0))
-        for p, s, found in zip(programs, seconds, timed, strict=False)
+        replace(program.sample, measured_s=clock.operation_s(), spread=clock.spread())
+        for program, clock in zip(programs, clocks, strict=False)
     ]
     device = mesh.devices.flat[0]
     hardware = _fit(samples, str(device.device_kind), {str(a): int(n) for a, n in mesh.shape.items()}, dtypes)
     if both is not None:
-        hardware = replace(hardware, overlap=_overlap(hardware, samples, seconds[-1], mesh))
+        hardware = replace(hardware, overlap=_overlap(hardware, samples, clocks[-1].operation_s(), mesh))
     memory = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     if memory:
         hardware = replace(hardware, memory_bytes=int(memory))
@@ -159,15 +162,19 @@ def predicted_s(hardware: Hardware, sample: Sample) -> float:
 # The programs --------------------------------------------------------------------------------------------------------
 
 
+Run = Callable[[int, int], Any]
+"""Does an operation so many times, on arguments in the place of this number."""
+
+
 @dataclass(frozen=True)
 class _Program:
-    """A sample to be, and what to run for it: so many repetitions."""
+    """A sample to be, and what to run for it."""
 
     sample: Sample
-    run: Callable[[int], Any]
+    run: Run
 
 
-def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: Any) -> Callable[[int], Any]:
+def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: Any) -> Run:
     """A compiled program that does `one` so many times on every device; the first argument is carried through."""
 
     def body(times: Any, x: Any, *rest: Any) -> Any:
@@ -175,14 +182,14 @@ def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: 
 
     every = (PartitionSpec(), *specs)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=every, out_specs=specs[0], check_vma=False)
-    placed = [
-        jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), given, spec)
-        for given, spec in zip((np.int32(1), *args), every, strict=True)
-    ]
-    compiled = jax.jit(mapped).lower(*placed).compile()
-    whole = NamedSharding(mesh, PartitionSpec())
-    counts = [jax.device_put(np.int32(times), whole) for times in range(MOST_REPEATS + 1)]
-    return lambda times: compiled(counts[times], *placed[1:])
+
+    def put(value: Any, spec: Any) -> Any:
+        return jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), value, spec)
+
+    counts = [put(np.int32(times), PartitionSpec()) for times in range(MOST_REPEATS + 1)]
+    places = [[put(*pair) for pair in zip(args, specs, strict=True)] for _ in range(PLACES)]
+    compiled = jax.jit(mapped).lower(counts[1], *places[0]).compile()
+    return lambda times, place: compiled(counts[times], *places[place])
 
 
 def _compute_programs(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[_Program]:
@@ -228,7 +235,7 @@ def _collective(kind: str, axis: str, n: int) -> Callable[[Any], Any]:
     }[kind]
 
 
-def _overlap_program(mesh: Mesh) -> Callable[[int], Any] | None:
+def _overlap_program(mesh: Mesh) -> Run | None:
     """A matmul and an all_reduce that do not depend on each other, over the first mesh axis of more than one device."""
     axis = next((a for a, n in mesh.shape.items() if n > 1), None)
     if axis is None:
@@ -246,27 +253,51 @@ def _overlap_program(mesh: Mesh) -> Callable[[int], Any] | None:
     return _repeated(mesh, both, ((everywhere, everywhere), PartitionSpec()), pair, weight)
 
 
-def _interleaved(runs: Sequence[Callable[[int], Any]], rounds: int) -> list[list[float]]:
-    """Seconds of one operation of each program, by round."""
+class _Clock:
+    """Times a program, each round in the next place of its arguments."""
 
-    def timed(run: Callable[[int], Any], times: int) -> float:
+    def __init__(self, run: Run, repeats: int) -> None:
+        self._run, self._repeats = run, repeats
+        self._rounds: list[tuple[float, float]] = []
+
+    def tick(self) -> None:
+        """A round: seconds of a call that does nothing, and of one with the repetitions."""
+        place = len(self._rounds) % PLACES
+        self._rounds.append((self._call_s(0, place), self._call_s(self._repeats, place)))
+
+    def _call_s(self, times: int, place: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run(times))
-        return (time.perf_counter() - start) / times
+        jax.block_until_ready(self._run(times, place))
+        return time.perf_counter() - start
 
-    once = [min(timed(run, 1) for _ in range(WARM_UP)) for run in runs]
-    repeats = [int(np.clip(CALL_S / least_s, 1, MOST_REPEATS)) for least_s in once]
-    return [
-        list(found)
-        for found in zip(
-            *([timed(run, times) for run, times in zip(runs, repeats, strict=True)] for _ in range(rounds)), strict=True
-        )
-    ]
+    def operation_s(self, rounds: slice = slice(None)) -> float:
+        """Seconds of one operation, from these rounds of each place; at most, where an empty call took as long."""
+        places = [found for place in range(PLACES) if (found := self._rounds[place::PLACES][rounds])]
+        empty, full = np.median([np.quantile(found, LOWEST, axis=0) for found in places], axis=0)
+        return float(full - empty if full > empty else full) / self._repeats
+
+    def spread(self) -> float:
+        """How far even and odd rounds are apart, relative; 0 where there are too few to tell."""
+        if len(self._rounds) <= PLACES:
+            return 0.0
+        return abs(self.operation_s(slice(0, None, 2)) / self.operation_s(slice(1, None, 2)) - 1.0)
 
 
-def _lowest(seconds: Sequence[float]) -> float:
-    """Mean of the lowest few."""
-    return statistics.fmean(sorted(seconds)[:LOWEST])
+def _interleaved(runs: Sequence[Run], rounds: int) -> list[_Clock]:
+    """Runs all programs in rounds, with more repetitions of what is short, and in fewer rounds what is long."""
+    clocks, skips = [], []
+    for run in runs:
+        first = _Clock(run, 1)
+        for _ in range(PLACES):
+            first.tick()
+        repeats = CALL_S / max(first.operation_s(), 1e-6)
+        clocks.append(_Clock(run, int(np.clip(repeats, 1, MOST_REPEATS))))
+        skips.append(int(np.clip(1 / repeats, 1, max(1, rounds // (2 * PLACES)))))
+    for number in range(rounds):
+        for position, (clock, skip) in enumerate(zip(clocks, skips, strict=True)):
+            if (number + position) % skip == 0:
+                clock.tick()
+    return clocks
 
 
 # The fit -------------------------------------------------------------------------------------------------------------

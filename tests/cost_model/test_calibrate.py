@@ -72,6 +72,22 @@ def test_noise_moves_predictions_little() -> None:
         assert predicted_s(found, sample) == pytest.approx(sample.measured_s, rel=0.3), sample
 
 
+def test_what_a_call_itself_takes_is_not_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of our own, on which a call takes 5, an operation 2, and 4 in one place of eight."""
+    now = 0.0
+
+    def run(times: int, place: int) -> None:
+        nonlocal now
+        now += 5.0 + times * (4.0 if place == 3 else 2.0)
+
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now)
+    clock = calibration._Clock(run, 10)
+    for _ in range(20):
+        clock.tick()
+    assert clock.operation_s() == pytest.approx(2.0)
+    assert clock.spread() == pytest.approx(0.0)
+
+
 def test_what_takes_no_time_is_an_error() -> None:
     flat = [replace(s, measured_s=1e-3) for s in samples()]
     with pytest.raises(HardwareError, match="the same time whatever the size"):
