@@ -9,9 +9,9 @@ A program repeats its operation within a call for about `CALL_S` seconds, and wh
 subtracted. What takes longer is done once, on operands that no repetition has brought into the caches. Programs are
 timed in interleaved rounds, so that a busy moment hits them alike, in fewer of them what is long. Where its arguments
 lie in memory alone makes an operation of microseconds up to twice as slow, the same in every round, so they are put in
-`PLACES` places, a round for each in turn. The lowest tenth of the rounds of a place counts, since other work on the
-machine only ever adds time, and the median over the places. Even and odd rounds, each on their own, say how far that
-can be relied on (`spread`).
+`PLACES` places, a round for each in turn; more than `PLACED_BYTES` a device in one, which would fill the memory. The
+lowest tenth of the rounds of a place counts, since other work on the machine only ever adds time, and the median over
+the places. Even and odd rounds, each on their own, say how far that can be relied on (`spread`).
 
 The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that outliers count less
 (Huber).
@@ -45,6 +45,7 @@ from autoshard.evidence import KINDS
 CALL_S = 1e-3
 MOST_REPEATS = 64
 PLACES = 8
+PLACED_BYTES = 2**18
 ROUNDS = 160
 LOWEST = 0.1
 MATMUL_ROWS = (64, 128, 256, 512)
@@ -127,7 +128,7 @@ def calibrate(
         The hardware, and the samples with their residuals.
 
     Raises:
-        HardwareError: If the fit is impossible (an operation took no time at all).
+        HardwareError: If a rate cannot be told (an operation took the same time whatever the size).
     """
     programs = [*_compute_programs(mesh, dtypes), *_collective_programs(mesh)]
     both = _overlap_program(mesh)
@@ -163,7 +164,7 @@ def predicted_s(hardware: Hardware, sample: Sample) -> float:
 
 
 Run = Callable[[int, int], Any]
-"""Does an operation so many times, on arguments in the place of this number."""
+"""Does an operation so many times, on arguments in the place of this number, below `PLACES`."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,10 @@ def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: 
         return jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), value, spec)
 
     counts = [put(np.int32(times), PartitionSpec()) for times in range(MOST_REPEATS + 1)]
-    places = [[put(*pair) for pair in zip(args, specs, strict=True)] for _ in range(PLACES)]
+    small = sum(leaf.nbytes for leaf in jax.tree.leaves(args)) <= PLACED_BYTES * mesh.size
+    places = [[put(*pair) for pair in zip(args, specs, strict=True)] for _ in range(PLACES if small else 1)]
     compiled = jax.jit(mapped).lower(counts[1], *places[0]).compile()
-    return lambda times, place: compiled(counts[times], *places[place])
+    return lambda times, place: compiled(counts[times], *places[place % len(places)])
 
 
 def _compute_programs(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[_Program]:
