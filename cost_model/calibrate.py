@@ -5,16 +5,16 @@
     collective  as in `collectives`: steps * alpha + bytes / bandwidth, for each kind over each mesh axis
     overlap     what an independent matmul and all_reduce take together, against one after the other
 
-A program repeats its operation within a call for about `CALL_S` seconds, and what a call without any takes is
-subtracted. What takes longer is done once, on operands that no repetition has brought into the caches. Programs are
-timed in interleaved rounds, so that a busy moment hits them alike, in fewer of them what is long. Where its arguments
-lie in memory alone makes an operation of microseconds up to twice as slow, the same in every round, so they are put in
-`PLACES` places, a round for each in turn; more than `PLACED_BYTES` a device in one, which would fill the memory. The
+A program repeats its operation within a call for about `CALL_S` seconds, and what a call that does it once takes is
+subtracted. Programs are timed in interleaved rounds, so that a busy moment hits them alike, in fewer of them what is
+long. Where its arguments lie in memory alone makes an operation of microseconds up to twice as slow, the same in every
+round, so they are put in `PLACES` places, a round for each in turn, or in as many as `PLACED_BYTES` a device hold. The
 lowest tenth of the rounds of a place counts, since other work on the machine only ever adds time, and the median over
 the places. Even and odd rounds, each on their own, say how far that can be relied on (`spread`).
 
-The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that outliers count less
-(Huber).
+The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that what is off by more
+than `HUBER` counts less. That limit is fixed: one that follows the residuals drops, of the few sizes of a collective,
+now this one and now that.
 
 Reference:
     Hockney (1994), "The communication challenge for MPP" (alpha-beta); Huber, Ronchetti (2009), "Robust Statistics",
@@ -24,6 +24,7 @@ Reference:
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,17 +43,17 @@ from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.errors import HardwareError
 from autoshard.evidence import KINDS
 
-CALL_S = 1e-3
-MOST_REPEATS = 64
+CALL_S = 2e-3
+REPEATS = (1, 8, 64, 512)
 PLACES = 8
-PLACED_BYTES = 2**18
+PLACED_BYTES = 2**22
 ROUNDS = 160
 LOWEST = 0.1
 MATMUL_ROWS = (64, 128, 256, 512)
 STREAM_BYTES = (2**18, 2**20, 2**22)
 COLLECTIVE_BYTES = (2**12, 2**16, 2**20, 2**22)
 OVERLAP_ROWS, OVERLAP_BYTES = 256, 2**20
-HUBER = 1.5
+HUBER = 0.3
 REWEIGHTINGS = 20
 
 
@@ -187,11 +188,12 @@ def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: 
     def put(value: Any, spec: Any) -> Any:
         return jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), value, spec)
 
-    counts = [put(np.int32(times), PartitionSpec()) for times in range(MOST_REPEATS + 1)]
-    small = sum(leaf.nbytes for leaf in jax.tree.leaves(args)) <= PLACED_BYTES * mesh.size
-    places = [[put(*pair) for pair in zip(args, specs, strict=True)] for _ in range(PLACES if small else 1)]
-    compiled = jax.jit(mapped).lower(counts[1], *places[0]).compile()
-    return lambda times, place: compiled(counts[times], *places[place % len(places)])
+    counts = functools.cache(lambda times: put(np.int32(times), PartitionSpec()))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
+    copies = int(np.clip(PLACED_BYTES * mesh.size // held, 1, PLACES))
+    places = [[put(*pair) for pair in zip(args, specs, strict=True)] for _ in range(copies)]
+    compiled = jax.jit(mapped).lower(counts(1), *places[0]).compile()
+    return lambda times, place: compiled(counts(times), *places[place % len(places)])
 
 
 def _compute_programs(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[_Program]:
@@ -263,9 +265,9 @@ class _Clock:
         self._rounds: list[tuple[float, float]] = []
 
     def tick(self) -> None:
-        """A round: seconds of a call that does nothing, and of one with the repetitions."""
+        """A round: seconds of a call that does it once, and of one with so many repetitions more."""
         place = len(self._rounds) % PLACES
-        self._rounds.append((self._call_s(0, place), self._call_s(self._repeats, place)))
+        self._rounds.append((self._call_s(1, place), self._call_s(1 + self._repeats, place)))
 
     def _call_s(self, times: int, place: int) -> float:
         start = time.perf_counter()
@@ -273,10 +275,10 @@ class _Clock:
         return time.perf_counter() - start
 
     def operation_s(self, rounds: slice = slice(None)) -> float:
-        """Seconds of one operation, from these rounds of each place; at most, where an empty call took as long."""
+        """Seconds of one operation, from these rounds of each place; at most, where doing it once took as long."""
         places = [found for place in range(PLACES) if (found := self._rounds[place::PLACES][rounds])]
-        empty, full = np.median([np.quantile(found, LOWEST, axis=0) for found in places], axis=0)
-        return float(full - empty if full > empty else full) / self._repeats
+        once, full = np.median([np.quantile(found, LOWEST, axis=0) for found in places], axis=0)
+        return float(full - once if full > once else full) / self._repeats
 
     def spread(self) -> float:
         """How far even and odd rounds are apart, relative; 0 where there are too few to tell."""
@@ -285,15 +287,23 @@ class _Clock:
         return abs(self.operation_s(slice(0, None, 2)) / self.operation_s(slice(1, None, 2)) - 1.0)
 
 
+def _about_s(run: Run) -> float:
+    """Seconds of one operation, from as many repetitions as it takes to tell them from the call itself."""
+    for repeats in REPEATS:
+        clock = _Clock(run, repeats)
+        for _ in range(PLACES):
+            clock.tick()
+        if clock.operation_s() * repeats > CALL_S / 2:
+            break
+    return clock.operation_s()
+
+
 def _interleaved(runs: Sequence[Run], rounds: int) -> list[_Clock]:
     """Runs all programs in rounds, with more repetitions of what is short, and in fewer rounds what is long."""
     clocks, skips = [], []
     for run in runs:
-        first = _Clock(run, 1)
-        for _ in range(PLACES):
-            first.tick()
-        repeats = CALL_S / max(first.operation_s(), 1e-6)
-        clocks.append(_Clock(run, int(np.clip(repeats, 1, MOST_REPEATS))))
+        repeats = CALL_S / _about_s(run)
+        clocks.append(_Clock(run, int(np.clip(repeats, 1, REPEATS[-1]))))
         skips.append(int(np.clip(1 / repeats, 1, max(1, rounds // (2 * PLACES)))))
     for number in range(rounds):
         for position, (clock, skip) in enumerate(zip(clocks, skips, strict=True)):
@@ -312,9 +322,9 @@ def robust_nnls(coefficients: NDArray[np.float64], measured: NDArray[np.float64]
         coefficients: [samples, unknowns].
         measured: [samples], > 0.
 
-    >>> rows = np.array([[1.0, 1e3], [1.0, 2e3], [1.0, 4e3], [1.0, 8e3], [1.0, 3e3]])
-    >>> np.round(robust_nnls(rows, np.array([2.0, 3.0, 5.0, 9.0, 40.0])), 4).tolist()
-    [1.0, 0.001]
+    >>> rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0], [1.0, 8.0], [1.0, 3.0]])
+    >>> np.round(robust_nnls(rows, np.array([2.0, 3.0, 5.0, 9.0, 40.0])), 1).tolist()
+    [1.0, 1.0]
     """
     relative = coefficients / measured[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
@@ -323,8 +333,7 @@ def robust_nnls(coefficients: NDArray[np.float64], measured: NDArray[np.float64]
     for _ in range(REWEIGHTINGS):
         x, _ = nnls(relative / scale * weights[:, None], weights)
         residual = np.abs(relative / scale @ x - 1.0)
-        spread = max(1.4826 * float(np.median(residual)), 1e-9)
-        weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(residual, 1e-12)))
+        weights = np.sqrt(np.minimum(1.0, HUBER / np.maximum(residual, 1e-12)))
     found: NDArray[np.float64] = x / scale
     return found
 
