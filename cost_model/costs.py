@@ -24,7 +24,7 @@ from autoshard.cost_model.moves import Array, Links, Moves, Specs
 from autoshard.cost_model.reads import Ragged, Reads
 from autoshard.cost_model.rows import Group, Held
 from autoshard.cost_model.shifts import Shifts, Turned
-from autoshard.dim_rules import LoopKind
+from autoshard.dim_rules import PICK, LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
 
@@ -93,6 +93,7 @@ class Costs:
         )
         self._work_column = np.array([self._columns.work(w.eqn) for w in works], dtype=np.int64)
         self._reduced = _loops_of_kind([w.kinds for w in works], LoopKind.REDUCED, max_loops)
+        self._picked = np.array([self._rules[w.eqn.index].combine == PICK for w in works], dtype=bool)
         self._apart = np.array(
             [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works], dtype=bool
         )
@@ -301,9 +302,13 @@ class Costs:
         split: Array = partial @ (1 << np.arange(partial.shape[1]))
         before = self.specs.number(raw, work_order[owner])
         after = self.specs.number(target, order)
-        scattered: Array = split & self.specs.mask(target) if self._reduce_scatter else np.zeros_like(split)
+        picked = np.where(self._picked[number[owner]], split, 0)
+        for best in (local, self._best_bytes(number[owner], local)):  # where it is, and what
+            moves.add("all_gather", owner, picked, best * devices[picked])
+        summed = split & ~picked
+        scattered: Array = summed & self.specs.mask(target) if self._reduce_scatter else np.zeros_like(split)
         for mine_too in self._summed_together(number[owner], mine):
-            moves.add("all_reduce", owner, split & ~scattered & mine_too, local)
+            moves.add("all_reduce", owner, summed & ~scattered & mine_too, local)
             moves.add("reduce_scatter", owner, scattered & mine_too, local)
         sliced = self.specs.number(np.where(partial, np.int8(-1), target), order)
         moves.reshard(self.specs, owner, value_bytes, before, sliced)
@@ -323,6 +328,14 @@ class Costs:
             np.concatenate([number[some] + n * len(self._works) for some, _, n in found]),
             np.concatenate([held[some] for some, held, _ in found]).astype(np.int64),
         )
+
+    def _best_bytes(self, number: Array, index_bytes: Array) -> Array:
+        """[n] bytes of the values that indices of so many bytes stand for, where works pick them."""
+        found = np.zeros_like(index_bytes)
+        for n in np.unique(number[self._picked[number]]).tolist():
+            eqn, mine = self._works[n].eqn, number == n
+            found[mine] = index_bytes[mine] // eqn.outputs[0].itemsize * eqn.inputs[0].itemsize
+        return found
 
     def _summed_together(self, number: Array, work: Placed) -> list[Array]:
         """[n] sets of mesh axes (bits), of each of which partial sums are added at once."""

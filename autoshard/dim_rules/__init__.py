@@ -9,5 +9,6 @@ from autoshard.dim_rules.registry import Entry as Entry
 from autoshard.dim_rules.registry import known_primitives as known_primitives
 from autoshard.dim_rules.registry import rule_of as rule_of
 from autoshard.dim_rules.reshaping import reshape_rule as reshape_rule
+from autoshard.dim_rules.types import PICK as PICK
 from autoshard.dim_rules.types import DimRule as DimRule
 from autoshard.dim_rules.types import LoopKind as LoopKind

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoshard.dim_rules.loops import Loops, Rule, ints
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.dim_rules.types import PICK, DimRule, LoopKind
 from autoshard.program import Eqn
 
 _COMBINE = {
@@ -45,10 +45,13 @@ def reduce_axes(eqn: Eqn) -> DimRule:
 
 
 def arg_reduce(eqn: Eqn) -> DimRule:
-    """Argmax and argmin: the searched dimension is WHOLE, since partial results do not combine without the values."""
+    """Argmax and argmin: of the partial results, which come with their values, the best is picked."""
     loops = Loops.of(eqn)
-    _keep(loops, 1, ints(eqn.params["axes"]))
-    return loops.rule()
+    axes = ints(eqn.params["axes"])
+    _keep(loops, 1, axes)
+    for dim in axes:
+        loops.add(LoopKind.REDUCED, [(0, dim)])
+    return loops.rule(PICK)
 
 
 def reduce(eqn: Eqn) -> DimRule:

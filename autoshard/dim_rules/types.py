@@ -30,6 +30,11 @@ class LoopKind(enum.StrEnum):
     WHOLE = "whole"
 
 
+PICK = "pick"
+"""How the partial results of argmax and argmin are combined: all devices get all of them, with the values that they
+stand for, and take the best (so does XLA's partitioner with reductions of several operands)."""
+
+
 @dataclass(frozen=True, slots=True)
 class DimRule:
     """The loops of one equation.
@@ -38,7 +43,8 @@ class DimRule:
         kinds: The kind of each loop.
         operands: For each operand, the loop of each of its dimensions.
         results: For each result, the loop of each of its dimensions.
-        combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`, `and`, `or`, `xor`.
+        combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`, `and`, `or`, `xor`, or
+            `PICK`.
         pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that divide their sizes.
 
     A dimension always has a loop. A dimension that is related to nothing has a WHOLE loop of its own.

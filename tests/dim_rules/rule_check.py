@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.dim_rules import DimRule, LoopKind
+from autoshard.dim_rules import PICK, DimRule, LoopKind
 from autoshard.program import Eqn, Value
 from tests.stages import QUICKLY
 
@@ -190,6 +190,15 @@ def _identity(combine: str, array: Array) -> Array:
     return array
 
 
+def _picked(app: Application, whole: Array, indices: Sequence[Array]) -> Array:
+    """Of the best of each piece, counted from its start, the best; the first of equals."""
+    (axis,) = app.eqn.params["axes"]
+    width = whole.shape[axis] // len(indices)
+    found = jnp.stack([index + part * width for part, index in enumerate(indices)], axis)
+    (best,) = run(app.primitive, [jnp.take_along_axis(whole, found, axis)], dict(app.eqn.params))
+    return jnp.take_along_axis(found, jnp.expand_dims(best, axis), axis).squeeze(axis)
+
+
 def from_pieces(app: Application, rule: DimRule, loop: int, parts: int, arrays: Sequence[Array]) -> list[list[Array]]:
     """For each result, what the pieces make of it: one array, or several that must all equal the whole."""
     runner = _RUN.get(app.eqn.primitive, _plain)
@@ -197,7 +206,9 @@ def from_pieces(app: Application, rule: DimRule, loop: int, parts: int, arrays: 
     made = []
     for i, loops in enumerate(rule.results):
         parts_of_result = [piece[i] for piece in pieces]
-        if rule.kinds[loop] is LoopKind.REDUCED:
+        if rule.kinds[loop] is LoopKind.REDUCED and rule.combine == PICK:
+            made.append([_picked(app, arrays[0], parts_of_result)])
+        elif rule.kinds[loop] is LoopKind.REDUCED:
             made.append([functools.reduce(_COMBINE[rule.combine], parts_of_result)])
         elif loop in loops:
             made.append([jnp.concatenate(parts_of_result, axis=loops.index(loop))])

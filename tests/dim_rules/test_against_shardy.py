@@ -17,7 +17,7 @@ from autoshard.partition import lowered_ops
 
 _EXACT_WINDOWS = "windows that tile the dimension need no halo; the compiler's rule does not look at strides"
 _NO_HALO_OF_ALL = "every element needs all before it; the compiler gathers them as one large halo"
-_PAIRS = "partial results are combined, but by none of add, max, min, mul, and, or, xor: pairs, or the user's function"
+_PAIRS = "partial results are combined, but by none of add, max, min, mul, and, or, xor: by the user's function"
 _COLUMNS = "columns of the right-hand side are solved one by one; jax states the batch dimensions of its own calls only"
 _PARTS = "operand and result do share a part of the dimension, for which a reshard pays; the compiler states nothing"
 _SOURCE = "the compiler maps one of the two operands of the window only"
@@ -31,7 +31,7 @@ EXPLAINED: Mapping[str, str] = {
     "select_and_scatter": _SOURCE,
     "select_and_scatter_add": _SOURCE,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _NO_HALO_OF_ALL),
-    **dict.fromkeys(("argmax", "argmin", "reduce[any]"), _PAIRS),
+    "reduce[any]": _PAIRS,
     **dict.fromkeys(
         ("ormqr", "ormqr[right]", "tridiagonal_solve", "triangular_solve", "triangular_solve[right]"), _COLUMNS
     ),
