@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
-from autoshard.layout import AxisRule, Layout
+from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.prepare import Prepared
 from autoshard.search.presets import presets
 from examples.transformer import factory
@@ -71,19 +72,21 @@ class Setting:
             if layout.key() not in seen:
                 seen.add(layout.key())
                 yield Case(preset.name, layout, preset=True)
-        names = sorted(r.name for r in problem.roles.roles if not r.scanned)
-        pairs = [AxisRule(name, axis) for name in names for axis in problem.mesh_axes]
-        rng = random.Random(f"{self.model} {self.mesh} {seed}")
-        made = 0
-        for _ in range(ATTEMPTS * layouts):
-            if made == layouts:
-                return
-            rules = tuple(rng.sample(pairs, min(len(pairs), rng.randint(2, LONGEST))))
-            layout = Layout(problem, rules)
-            if layout.key() not in seen:
-                seen.add(layout.key())
-                yield Case(f"random-{made}", layout, preset=False)
-                made += 1
+        drawn = random_layouts(problem, f"{self.model} {self.mesh} {seed}", ATTEMPTS * layouts, seen)
+        for number, layout in enumerate(itertools.islice(drawn, layouts)):
+            yield Case(f"random-{number}", layout, preset=False)
+
+
+def random_layouts(problem: Problem, seed: str, attempts: int, seen: set[str]) -> Iterator[Layout]:
+    """Layouts of random rules, distinct, and not among those whose keys were seen (to which theirs are added)."""
+    names = sorted(r.name for r in problem.roles.roles if not r.scanned)
+    pairs = [AxisRule(name, axis) for name in names for axis in problem.mesh_axes]
+    rng = random.Random(seed)
+    for _ in range(attempts):
+        layout = Layout(problem, tuple(rng.sample(pairs, min(len(pairs), rng.randint(2, LONGEST)))))
+        if layout.key() not in seen:
+            seen.add(layout.key())
+            yield layout
 
 
 def setting(model: str, mesh: str) -> Setting:

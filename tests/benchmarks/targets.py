@@ -3,11 +3,12 @@
     python -m tests.benchmarks.targets tpu:v5e:4x4 data=4,model=4
     python -m tests.benchmarks.targets gpu:h100:4x8 data=4,model=8 --compiled 6 --full 3
     python -m tests.benchmarks.targets tpu:v5e:4x4 data=4,model=4 --presets
+    python -m tests.benchmarks.targets tpu:v5e:4x4 data=4,model=4 --random 20
 
 The first two search, then compile FSDP, tensor parallelism and their mixture at the full level and print all of them;
-`--presets` compiles each preset twice, as arguments only and with the layout stated inside too. What was compiled
-before comes from the cache. How far predicted peaks are from the compiled ones stands at the end (layouts stated
-inside: the model predicts no others).
+`--presets` compiles each preset twice, as arguments only and with the layout stated inside too; `--random` compiles so
+many random distinct layouts of those that are predicted to fit. What was compiled before comes from the cache. How far
+predictions are from what was compiled stands at the end (layouts stated inside: the model predicts no others).
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
+from scipy.stats import spearmanr
 
 import autoshard
 from autoshard.compile import Reading
 from autoshard.compile_cache import CompileCache, Refusal, default_folder
 from autoshard.compile_pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.layout import AxisRule
 from autoshard.meshes import resolve_mesh
 from autoshard.optimize import resolve_hardware
 from autoshard.report import bytes_text, seconds_text
 from autoshard.target_ladder import priced
-from autoshard.trial import CompiledEvidence
+from autoshard.trial import CompiledEvidence, Predicted
 from examples.llama_target import factory
+from tests.benchmarks.suite import ATTEMPTS, random_layouts
 
 RIVALS = ("fsdp", "tp", "fsdp+tp")
 PRESETS = ("dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")
@@ -42,47 +48,52 @@ class Row:
     stated: str
     evidence: CompiledEvidence | None
     reason: str = ""
-    predicted_peak_bytes: int = 0
+    predicted: Predicted | None = None
 
     def text(self) -> str:
-        found = self.evidence
-        if found is None:
+        found, predicted = self.evidence, self.predicted
+        if found is None or predicted is None:
             return f"{self.name:24} {self.stated:10} {self.reason}"
         return (
             f"{self.name:24} {self.stated:10} {found.level:6} peak {bytes_text(found.peak_bytes):>10} (predicted "
-            f"{bytes_text(self.predicted_peak_bytes):>10})  moved "
-            f"{bytes_text(found.collective_bytes):>10}  compute {seconds_text(found.compute_s):>8} "
+            f"{bytes_text(predicted.peak_bytes):>10})  moved {bytes_text(found.collective_bytes):>10} (predicted "
+            f"{bytes_text(predicted.collective_bytes):>10})  compute {seconds_text(found.compute_s):>8} "
             f"({found.compute_from})  step {seconds_text(found.time_s):>8}  compiled in {found.compile_s:.0f} s"
         )
 
 
-def compile_presets(name: str, axes: str, presets: tuple[str, ...], stated: tuple[str, ...]) -> list[Row]:
-    """Compiles presets at the full level."""
+Given = str | tuple[AxisRule, ...]
+"""A layout: a preset's name or rules."""
+
+
+def compile_layouts(name: str, axes: str, layouts: Mapping[str, Given], stated: tuple[str, ...]) -> list[Row]:
+    """Compiles layouts at the full level."""
     mesh = resolve_mesh(autoshard.target(name, axes))
     arguments = factory(mesh.user.size)
     rows: list[Row] = []
     jobs: list[tuple[str, str, Job, Prediction, Predictor]] = []
-    for preset in presets:
+    for label, given in layouts.items():
         for constraints in stated:
             try:
-                plan = autoshard.apply(mesh=mesh.user, layout=preset, constraints=constraints, **arguments)
+                plan = autoshard.apply(mesh=mesh.user, layout=given, constraints=constraints, **arguments)
             except autoshard.RuleError as error:
-                rows.append(Row(preset, constraints, None, str(error).splitlines()[0]))
+                rows.append(Row(label, constraints, None, str(error).splitlines()[0]))
                 continue
             donated = plan.traced.call.donated
             predictor = Predictor(plan.layout.problem, resolve_hardware(None, mesh), donated)
-            jobs.append((preset, constraints, Job(plan.built, {}), predictor.predict(plan.layout), predictor))
+            jobs.append((label, constraints, Job(plan.built, {}), predictor.predict(plan.layout), predictor))
 
     def take(number: int, outcome: Outcome) -> None:
-        preset, constraints, _, predicted, predictor = jobs[number]
+        label, constraints, _, predicted, predictor = jobs[number]
         if isinstance(outcome, Reading):
             evidence = priced(outcome, mesh, predictor, predicted.compute_s, "full")
-            rows.append(Row(preset, constraints, evidence, "", predicted.peak_bytes))
+            said = Predicted(predicted.time_s, predicted.peak_bytes, predicted.collective_bytes)
+            rows.append(Row(label, constraints, evidence, "", said))
         elif isinstance(outcome, Refusal):
             needs, has = bytes_text(outcome.needed_bytes), bytes_text(outcome.available_bytes)
-            rows.append(Row(preset, constraints, None, f"refused: needs {needs}, there are {has}"))
+            rows.append(Row(label, constraints, None, f"refused: needs {needs}, there are {has}"))
         else:
-            rows.append(Row(preset, constraints, None, outcome.reason))
+            rows.append(Row(label, constraints, None, outcome.reason))
         print(rows[-1].text(), flush=True)
 
     with CompilePool(mesh, timeout_s=3600.0, cache=CompileCache(default_folder())) as pool:
@@ -90,18 +101,57 @@ def compile_presets(name: str, axes: str, presets: tuple[str, ...], stated: tupl
     return rows
 
 
+def random_fitting(name: str, axes: str, count: int) -> dict[str, Given]:
+    """Random layouts that are predicted to fit."""
+    mesh = resolve_mesh(autoshard.target(name, axes))
+    hardware = resolve_hardware(None, mesh)
+    plan = autoshard.apply(mesh=mesh.user, layout="dp", **factory(mesh.user.size))
+    predictor = Predictor(plan.layout.problem, hardware, plan.traced.call.donated)
+    found: dict[str, Given] = {}
+    for layout in random_layouts(plan.layout.problem, f"{name} {axes}", ATTEMPTS * count, set()):
+        if len(found) == count:
+            break
+        if predictor.predict(layout).peak_bytes <= hardware.memory_bytes:
+            found[f"random-{len(found)}"] = layout.rules
+    return found
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """How far predictions are from what was compiled, of the layouts that are stated inside."""
+    pairs = [(r.predicted, r.evidence) for r in rows if r.predicted and r.evidence and r.stated == "anchors"]
+    if not pairs:
+        return "nothing compiled"
+
+    def errors(predicted: Sequence[float], compiled: Sequence[float]) -> str:
+        found = np.abs(np.array(predicted) / compiled - 1)
+        return f"median error {np.median(found):.1%}, 95th percentile {np.quantile(found, 0.95):.0%}"
+
+    peaks = [p.peak_bytes for p, _ in pairs], [e.peak_bytes for _, e in pairs]
+    moved = [p.collective_bytes for p, _ in pairs], [e.collective_bytes for _, e in pairs]
+    times = [p.time_s for p, _ in pairs], [e.time_s for _, e in pairs]
+    return (
+        f"{len(pairs)} layouts: memory {errors(*peaks)}; bytes {errors(*moved)}, rank {spearmanr(*moved)[0]:.2f}; "
+        f"step {errors(*times)}, rank {spearmanr(*times)[0]:.2f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
     parser.add_argument("mesh")
     parser.add_argument("--presets", action="store_true", help="each preset twice; no search")
+    parser.add_argument("--random", type=int, default=0, help="so many random layouts; no search")
     parser.add_argument("--compiled", type=int, default=8)
     parser.add_argument("--full", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.monotonic()
     if options.presets:
-        rows = compile_presets(options.target, options.mesh, PRESETS, ("arguments", "anchors"))
+        rows = compile_layouts(options.target, options.mesh, {name: name for name in PRESETS}, ("arguments", "anchors"))
+    elif options.random:
+        rows = compile_layouts(
+            options.target, options.mesh, random_fitting(options.target, options.mesh, options.random), ("anchors",)
+        )
     else:
         mesh = autoshard.target(options.target, options.mesh)
         effort = autoshard.Effort(compiled=options.compiled, full=options.full)
@@ -111,21 +161,18 @@ def main() -> None:
         print(plan)
         print(f"the search took {time.monotonic() - started:.0f} s", flush=True)
         winner = next(trial for trial in plan.trials if trial.status == "winner")
-        peak_bytes = 0 if winner.predicted is None else winner.predicted.peak_bytes
-        rows = [Row(f"autoshard: {winner.name}", winner.constraints, winner.compiled, "", peak_bytes)]
-        rows += compile_presets(options.target, options.mesh, RIVALS, ("anchors", "arguments"))
+        rows = [Row(f"autoshard: {winner.name}", winner.constraints, winner.compiled, "", winner.predicted)]
+        rows += compile_layouts(options.target, options.mesh, {name: name for name in RIVALS}, ("anchors", "arguments"))
     print(f"\n{options.target} {options.mesh}, {time.monotonic() - started:.0f} s in all")
     for row in sorted(rows, key=lambda row: row.evidence.time_s if row.evidence else math.inf):
         print(row.text())
-    inside = [(r.predicted_peak_bytes, r.evidence.peak_bytes) for r in rows if r.evidence and r.stated == "anchors"]
-    errors = sorted(abs(predicted / compiled - 1) for predicted, compiled in inside)
-    if errors:
-        print(f"memory, {len(errors)} layouts: median error {statistics.median(errors):.0%}, largest {errors[-1]:.0%}")
+    print(accuracy(rows))
     if options.json:
         records = [
             {
                 "name": r.name, "stated": r.stated, "reason": r.reason,
-                "predicted_peak_bytes": r.predicted_peak_bytes, "evidence": r.evidence and asdict(r.evidence),
+                "predicted": r.predicted and asdict(r.predicted),
+                "evidence": r.evidence and asdict(r.evidence),
             }
             for r in rows
         ]  # fmt: skip
