@@ -54,7 +54,7 @@ SHIFTS = frozenset(
         "split",
     }
 )
-"""Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand.
+"""Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand or result.
 
 Otherwise the partitioner would carry the split on to the other side, which is another logical axis, and on to the next
 anchor.
@@ -127,7 +127,7 @@ def closed_dims(primitive: str, rule: DimRule, loops: Sequence[int]) -> frozense
 
 
 def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
-    """Whether the layout splits a PERMUTED loop, or the dimension of an operand over which one runs."""
+    """Whether the layout splits a PERMUTED loop, or the dimension of an operand or result over which one runs."""
     axes = layout.problem.roles.axes
     rule = axes.rules[eqn.index]
     if LoopKind.PERMUTED not in rule.kinds or axes.constant[eqn.outputs[0].index]:
@@ -137,7 +137,8 @@ def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
         return True
     return any(
         layout.fit(value).spec[dim]
-        for value, loops in zip(eqn.inputs, rule.operands, strict=True)
+        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results))
+        for value, loops in zip(values, maps, strict=True)
         for dim, loop in enumerate(loops)
         if loop in shifted
     )

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.compile import build, compile_built
 from autoshard.constrain import constraints_for
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.halo import Window, halo_elements
 from autoshard.cost_model.hardware import cpu
 from autoshard.cost_model.predict import Predictor
-from tests.stages import array, layout_of, mesh_of, prepared
+from tests.stages import QUICKLY, array, layout_of, mesh_of, prepared
 
 SEEN = {
     "the first half": (Window(64, 32), 24),
@@ -116,3 +117,19 @@ def test_a_masked_operand_that_is_read_whole_is_made_of_two_gathers_and_a_produc
         layout = layout_of(made, f"{names['w']}->data", f"{names['x']}->data")
         predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
         assert {c.kind: c.bytes for c in predicted.collectives}.get("all_gather") == gathered
+
+
+def test_of_parts_one_may_be_stored_split_without_a_halo() -> None:
+    """The parts are made whole, and that one is cut: the partitioner alone would shift what it cuts from."""
+
+    def parts(x: jax.Array, u: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
+        first, second = jnp.split(x @ w, 2, axis=1)
+        return jnp.tanh(first) @ u + second @ v
+
+    made = prepared(parts, (array(8, 16), array(32, 8), array(32, 8), array(16, 64)), mesh_of(data=4))
+    layout = layout_of(made, "u.0->data")
+    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
+    built = build(made.traced, layout, made.request.mesh)
+    compiled = compile_built(built, made.request.mesh, compiler_options=QUICKLY).evidence
+    assert {c.kind: c.bytes for c in compiled.collectives} == {"all_reduce": 2 * 8 * 8 * 4 * 3 // 4}
+    assert {c.kind: c.bytes for c in predicted.collectives} == {c.kind: c.bytes for c in compiled.collectives}
