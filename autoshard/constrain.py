@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from autoshard.dim_rules import DimRule, LoopKind, attention
+from autoshard.dims import COPIES
 from autoshard.kernels import params_of_piece
 from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
@@ -41,19 +42,7 @@ ANCHORS = frozenset(
 CUT_KERNELS = frozenset({"pallas_call", "ffi_call"})
 """Kernels that go into a `shard_map` where their work is split; the partitioner would run them whole."""
 
-SHIFTS = frozenset(
-    {
-        "concatenate",
-        "pad",
-        "reduce_window",
-        "reduce_window_max",
-        "reduce_window_min",
-        "reduce_window_sum",
-        "rev",
-        "slice",
-        "split",
-    }
-)
+SHIFTS = COPIES | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
 """Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand or result.
 
 Otherwise the partitioner would carry the split on to the other side, which is another logical axis, and on to the next

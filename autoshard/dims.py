@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,6 +25,11 @@ from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
 from autoshard.program import Eqn, Flow, Program, Value
 
 NO_AXIS = -1
+COPIES = frozenset({"concatenate", "pad", "rev", "slice", "split"})
+"""They copy, and shift a dimension: a PERMUTED loop of theirs is cut only as all its dimensions can be.
+
+Where one cannot be split, what they read is whole anyway; to copy that and cut the copy is free, and a halo is not.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +56,8 @@ class LogicalAxes:
     def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
         """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result.
 
-        The size of a loop that can only be cut between blocks is the number of blocks.
+        The size of a loop that can only be cut between blocks is the number of blocks; that of a shifted dimension of
+        `COPIES`, what all its sizes are multiples of.
         """
         if eqn.index not in self._loops:
             self._loops[eqn.index] = self._find_loops(eqn)
@@ -59,13 +66,19 @@ class LogicalAxes:
     def _find_loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
         rule = self.rules[eqn.index]
         found: list[tuple[int, int]] = [(NO_AXIS, 1)] * len(rule.kinds)
+        common = [0] * len(rule.kinds)
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
             for value, loops in zip(values, maps, strict=True):
                 for axis, size, loop in zip(self.of_value[value.index], value.shape, loops, strict=True):
                     if axis != NO_AXIS or found[loop][0] == NO_AXIS:
                         found[loop] = (axis, size)
+                    common[loop] = math.gcd(common[loop], size)
         for loop, pieces in rule.pieces:
             found[loop] = (found[loop][0], pieces)
+        if eqn.primitive in COPIES:
+            for loop, kind in enumerate(rule.kinds):
+                if kind is LoopKind.PERMUTED:
+                    found[loop] = (found[loop][0], common[loop])
         return tuple(found)
 
 

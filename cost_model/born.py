@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.constrain import ANCHORS, CUT_KERNELS, closed_dims, leaves_open
+from autoshard.constrain import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leaves_open
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
@@ -81,6 +81,7 @@ class _Alias:
         then: By dimension of the value, what is split then: itself, or the loop of the equation that makes it.
         voters: For the equation that makes it: for each operand its column, and the loop of each dimension.
         whole: How many of its operands are constants.
+        cut: Dimensions that what makes the value shifts: where the value is split there, it is stated itself.
     """
 
     own: int
@@ -90,6 +91,7 @@ class _Alias:
     then: tuple[int, ...]
     voters: tuple[tuple[int, tuple[int, ...]], ...] = ()
     whole: int = 0
+    cut: frozenset[int] = frozenset()
 
 
 class Columns:
@@ -100,6 +102,12 @@ class Columns:
         self._born, self._makers = born, makers(problem, born)
         self._rules = problem.roles.axes.rules
         self._constant = problem.roles.axes.constant
+        self._cut = {
+            value.index: closed_dims(eqn.primitive, self._rules[eqn.index], loops)
+            for eqn in problem.program.eqns
+            if eqn.primitive in SHIFTS
+            for value, loops in zip(eqn.outputs, self._rules[eqn.index].results, strict=True)
+        }
         self._max_loops = max_loops
         self._max_rank = max((len(v.shape) for v in problem.program.values), default=0)
         self._numbers: dict[_Alias, int] = {}
@@ -141,7 +149,8 @@ class Columns:
                 dim_of_loop[loops[dim]] = dim
             shifted = closed_dims(eqn.primitive, self._rules[eqn.index], loops)
             found.append((self._placements.work_column(eqn), tuple(dim_of_loop), shifted))
-        alias = _Alias(own, self._placements.value_column(value), tuple(found), value.shape, then, voters, whole)
+        column, cut = self._placements.value_column(value), self._cut.get(value.index, frozenset())
+        alias = _Alias(own, column, tuple(found), value.shape, then, voters, whole, cut)
         self._arrays = None
         return self._numbers.setdefault(alias, self._placements.columns + len(self._numbers))
 
@@ -177,13 +186,14 @@ class Columns:
         agreed = np.ones(len(alias), dtype=bool)
         target, target_order = np.zeros((0, 0), dtype=np.int8), np.zeros(0, dtype=np.int8)
         own, own_order = self._base(at, value)
+        cut = np.take_along_axis(tables.cut[alias], own.astype(np.int64), axis=1)
         for r in range(tables.works.shape[1]):
             there = tables.works[alias, r] >= 0
             work, work_order = self._base(at, np.maximum(tables.works[alias, r], 0))
             loops = np.where(work >= 0, work, -1).astype(np.int64)
             spec = np.take_along_axis(tables.dims[alias, r], loops, axis=1)
             shifted = [np.take_along_axis(tables.shifted[alias, r], s.astype(np.int64), axis=1) for s in (spec, own)]
-            stated = ((spec != own) & (shifted[0] | shifted[1])).any(axis=1)
+            stated = ((spec != own) & (shifted[0] | shifted[1] | cut)).any(axis=1)
             spec = np.where(stated[:, None], own, spec)
             work_order = np.where(stated, own_order, work_order)
             if r == 0:
@@ -238,6 +248,7 @@ class _Tables:
     voters: Array
     loops: Placed
     whole: Array
+    cut: NDArray[np.bool_]
 
     @classmethod
     def of(cls, aliases: Sequence[_Alias], max_loops: int, max_rank: int) -> _Tables:
@@ -256,10 +267,12 @@ class _Tables:
             voters=np.full((count, voters), -1, dtype=np.int64),
             loops=np.full((count, voters, max_rank + 1), -1, dtype=np.int8),
             whole=np.array([alias.whole for alias in aliases], dtype=np.int64),
+            cut=np.zeros((count, max_rank + 1), dtype=bool),
         )
         for i, alias in enumerate(aliases):
             tables.then[i, : len(alias.then)] = alias.then
             tables.sizes[i, : len(alias.sizes)] = alias.sizes
+            tables.cut[i, sorted(alias.cut)] = True
             for r, (work, dim_of_loop, shifted) in enumerate(alias.readers):
                 tables.works[i, r], tables.dims[i, r] = work, dim_of_loop
                 tables.shifted[i, r, sorted(shifted)] = True
