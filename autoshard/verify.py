@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from autoshard.dim_rules import LoopKind
+from autoshard.dim_rules import PICK, LoopKind
 from autoshard.dims import LogicalAxes
 from autoshard.inputs import Inputs, whole
 from autoshard.meshes import MeshInfo
@@ -142,8 +142,10 @@ def longest_sum(axes: LogicalAxes) -> int:
     longest = 1
     for eqn in axes.program.eqns:
         loops = axes.loops(eqn)
-        kinds = axes.rules[eqn.index].kinds
-        terms = math.prod(size for (_, size), kind in zip(loops, kinds, strict=True) if kind is LoopKind.REDUCED)
+        rule = axes.rules[eqn.index]
+        if rule.combine == PICK:
+            continue
+        terms = math.prod(size for (_, size), kind in zip(loops, rule.kinds, strict=True) if kind is LoopKind.REDUCED)
         longest = max(longest, terms)
     return longest
 
