@@ -25,6 +25,7 @@ from autoshard.cost_model.reads import Ragged, Reads
 from autoshard.cost_model.rows import Group, Held
 from autoshard.cost_model.shifts import Shifts, Turned
 from autoshard.dim_rules import PICK, LoopKind
+from autoshard.dims import COPIES
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
 
@@ -93,6 +94,7 @@ class Costs:
         )
         self._work_column = np.array([self._columns.work(w.eqn) for w in works], dtype=np.int64)
         self._reduced = _loops_of_kind([w.kinds for w in works], LoopKind.REDUCED, max_loops)
+        self._copying = np.array([w.eqn.primitive in COPIES for w in works], dtype=bool)
         self._picked = np.array([self._rules[w.eqn.index].combine == PICK for w in works], dtype=bool)
         self._apart = np.array(
             [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works], dtype=bool
@@ -286,7 +288,7 @@ class Costs:
         have, order = self._columns.placed(at[owner], self._operands.value[entry])
         want, _ = self._want(self._operands, entry, work[owner], work_order[owner], have, order)
         local = self._operands.bytes[entry] // devices[self.specs.mask(want)]
-        traffic = _sum_by(owner, local * self._loads[entry], len(number))
+        reads = _sum_by(owner, local * self._loads[entry], len(number))
 
         owner, entry = self._results_of.of(number)
         results, value_bytes = self._results, self._results.bytes[entry]
@@ -294,9 +296,13 @@ class Costs:
         pad = results.dim_of_loop.shape[1] - 1
         raw = np.take_along_axis(results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1)
         local = value_bytes // devices[self.specs.mask(raw)]
-        traffic += _sum_by(owner, local * self._writes[entry], len(number))
         stored, order = self._columns.placed(at[owner], results.value[entry])
         target, order = _left_open(raw, work_order[owner], stored, order)
+        # A copy is fused with what is cut from it.
+        part = value_bytes // devices[self.specs.mask(raw) | self.specs.mask(target)]
+        written = np.where(self._copying[number[owner]], part, local)
+        traffic = _sum_by(owner, written * self._writes[entry], len(number))
+        traffic += np.where(self._copying[number], np.minimum(reads, _sum_by(owner, part, len(number))), reads)
         loops = np.where(mine >= 0, mine, pad).astype(np.int64)
         partial = np.take_along_axis(self._reduced[number[owner]], loops, axis=1)
         split: Array = partial @ (1 << np.arange(partial.shape[1]))
