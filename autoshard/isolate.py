@@ -229,8 +229,9 @@ class _Worker:
 
         self._start += len(self.written())
         timer = threading.Timer(timeout_s, expire)
-        timer.start()
+        timer.daemon = True  # a Ctrl-C while it starts leaves it running: it must not keep the process
         try:
+            timer.start()
             if message is not None:
                 self._connection.send_bytes(message)
             return msgspec.msgpack.decode(self._connection.recv_bytes(), type=expected)

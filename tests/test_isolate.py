@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -214,6 +215,25 @@ def test_an_interruption_ends_the_worker(plans: dict[str, Plan], monkeypatch: py
             with pytest.raises(KeyboardInterrupt):
                 isolation.compile(plans["fsdp"].built)
         assert isinstance(isolation.compile(plans["fsdp"].built), CompiledEvidence | InProcess)
+
+
+def test_an_interruption_while_the_time_limit_starts_leaves_nothing_behind(
+    plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of a limit that nobody ends would keep the process for as long as the limit is."""
+    start = threading.Timer.start
+
+    def interrupted(timer: threading.Timer) -> None:
+        start(timer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    with Isolation(plans["fsdp"].mesh) as isolation, pytest.raises(KeyboardInterrupt):
+        isolation.compile(plans["fsdp"].built)
+    left = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    for timer in left:
+        timer.join(10.0)
+    assert not any(timer.is_alive() for timer in left)
 
 
 def test_replies_survive_the_pipe() -> None:
