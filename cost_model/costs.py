@@ -224,11 +224,14 @@ class Costs:
     def least_compute_s(self) -> float:
         """Seconds of compute that no layout goes below: every class split over every mesh axis that divides a loop."""
         devices = int(self.specs.devices[-1])
+        every = np.arange(len(self._works))
         most = np.array([self._most_pieces(self._placements.work_column(work.eqn)) for work in self._works])
-        owner, entry = self._operands_of.of(np.arange(len(self._works)))
-        traffic = _sum_by(owner, self._operands.bytes[entry] // devices * self._loads[entry], len(self._works))
-        owner, entry = self._results_of.of(np.arange(len(self._works)))
-        traffic += _sum_by(owner, self._results.bytes[entry] // devices * self._writes[entry], len(self._works))
+        owner, entry = self._operands_of.of(every)
+        reads = _sum_by(owner, self._operands.bytes[entry] // devices * self._loads[entry], len(every))
+        owner, entry = self._results_of.of(every)
+        made = self._results.bytes[entry] // devices
+        traffic = _sum_by(owner, made * self._writes[entry], len(every))
+        traffic += self._read_for(every, reads, _sum_by(owner, made, len(every)))
         traffic_s = traffic / self._hardware.memory_bytes_per_s
         arithmetic_s = self._work_flops / most / self._work_rate
         return float((self._work_times * np.maximum(arithmetic_s, traffic_s)).sum())
@@ -298,11 +301,10 @@ class Costs:
         local = value_bytes // devices[self.specs.mask(raw)]
         stored, order = self._columns.placed(at[owner], results.value[entry])
         target, order = _left_open(raw, work_order[owner], stored, order)
-        # A copy is fused with what is cut from it.
         part = value_bytes // devices[self.specs.mask(raw) | self.specs.mask(target)]
         written = np.where(self._copying[number[owner]], part, local)
         traffic = _sum_by(owner, written * self._writes[entry], len(number))
-        traffic += np.where(self._copying[number], np.minimum(reads, _sum_by(owner, part, len(number))), reads)
+        traffic += self._read_for(number, reads, _sum_by(owner, part, len(number)))
         loops = np.where(mine >= 0, mine, pad).astype(np.int64)
         partial = np.take_along_axis(self._reduced[number[owner]], loops, axis=1)
         split: Array = partial @ (1 << np.arange(partial.shape[1]))
@@ -334,6 +336,10 @@ class Costs:
             np.concatenate([number[some] + n * len(self._works) for some, _, n in found]),
             np.concatenate([held[some] for some, held, _ in found]).astype(np.int64),
         )
+
+    def _read_for(self, number: Array, reads: NDArray[np.float64], made: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[n] bytes that works read to make so many: a copy is fused with what is cut from it, and reads that only."""
+        return np.where(self._copying[number], np.minimum(reads, made), reads)
 
     def _best_bytes(self, number: Array, index_bytes: Array) -> Array:
         """[n] bytes of the values that indices of so many bytes stand for, where works pick them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,3 +87,10 @@ def test_the_bound_is_met_where_everything_splits_and_nothing_moves() -> None:
     predictor = Predictor(made.problem, SLOW, made.traced.call.donated)
     split = Layout(made.problem, (AxisRule("x.0", "data"), AxisRule("x.1", "model")))
     assert predictor.predict(split).time_s == pytest.approx(predictor.least_s())
+
+
+def test_a_copy_that_drops_most_is_not_below_the_bound() -> None:
+    """What a copy reads is what it makes, in the bound too."""
+    made = prepared(lambda x: jax.lax.pad(x, 0.0, ((0, -4032, 0), (0, 0, 0))), (array(4096, 64),), mesh_of(data=4))
+    predictor = Predictor(made.problem, SLOW, made.traced.call.donated)
+    assert predictor.predict(Layout(made.problem, ())).time_s >= predictor.least_s() > 0
