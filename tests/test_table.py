@@ -220,8 +220,24 @@ def test_tables_of_schema_1_are_read(name: str) -> None:
     table_text(new)
 
 
-def test_a_table_of_schema_1_is_applied() -> None:
-    path = GOLDEN / "decoder_schema_1.json"
+@pytest.mark.parametrize("name", ["mlp", "decoder", "unrolled"])
+def test_tables_of_schema_2_are_read(name: str) -> None:
+    path = GOLDEN / f"{name}_schema_2.json"
+    old, new = json.loads(path.read_text()), SpecTable.load(path)
+    for field in ("function", "rules", "constraints", "outputs_like"):
+        assert getattr(new, field) == old[field]
+    for path, leaf in old["inputs"].items():
+        kept = new.inputs[path.replace("*", "0")]
+        assert (kept.spec, kept.shape, kept.group) == (leaf["spec"], leaf["shape"], leaf["group"])
+    assert len(new.evidence.candidates) == len(old["evidence"].get("candidates", []))
+    assert not new.edited
+    assert SpecTable.loads(new.dumps()) == new
+    table_text(new)
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_table_of_an_older_schema_is_applied(schema: int) -> None:
+    path = GOLDEN / f"decoder_schema_{schema}.json"
     plan = autoshard.apply(decoder_step, decoder_args(), "data=4,model=2", path, donate_argnums=(0, 1))
     assert plan.specs["params/wq"] == spec_from_entry(SpecTable.load(path).inputs["params/wq"].spec)
 
