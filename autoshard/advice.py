@@ -1,15 +1,19 @@
 """Advice: what a change of the program itself would gain, by the predictor's word.
 
-A layout search takes the program as it is. Some programs could be laid out better if they were written a little
-otherwise; for each kind of change below the problem is edited as if it had been made, and the best layout of the edited
-problem (presets, and descent from them) is compared with the plan's own prediction:
+A layout search takes the program as it is. Some programs could be laid out better if they were
+written a little otherwise; for each kind of change below the problem is edited as if it had been
+made, and the best layout of the edited problem (presets, and descent from them) is compared with
+the plan's own prediction:
 
-- *separate*: a weight that holds several (fused query, key and value; gate and up) is stored as separate arrays. In the
-  edited problem its parts share the axis of the whole, so that cutting it moves nothing;
-- *pad*: a dimension of the parameters that no mesh axis divides is padded, and the function traced at that size;
+- *separate*: a weight that holds several (fused query, key and value; gate and up) is stored as
+  separate arrays. In the edited problem its parts share the axis of the whole, so that cutting it
+  moves nothing;
+- *pad*: a dimension of the parameters that no mesh axis divides is padded, and the function traced
+  at that size;
 - *donate*: an argument that the step replaces is donated.
 
-Only a gain of at least `WORTH` is mentioned. Every number is predicted, none is compiled or measured.
+Only a gain of at least `WORTH` is mentioned. Every number is predicted, none is compiled or
+measured.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ WORTH = 0.02
 """Share of the time or of the peak memory that a change must save to be mentioned."""
 
 LANES = 128
-"""Large dimensions are padded to a multiple of this: what accelerators' matrix units take at a time."""
+"""Large dimensions are padded to a multiple of this: what accelerators' matrix units take at a
+time."""
 
 LARGE, MOST_PADDED = 1024, 2
 """From which size on `LANES` counts; and how many sizes are tried."""
@@ -71,17 +76,25 @@ class Advised:
 
     def best_of(self, problem: Problem) -> Prediction:
         """The best prediction of an edited problem, of presets and what descent from them finds."""
-        predictor = Predictor(problem, self.hardware, self.prepared.traced.call.donated, self.backend)
-        return propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0).ranked[0].prediction
+        predictor = Predictor(
+            problem, self.hardware, self.prepared.traced.call.donated, self.backend
+        )
+        return (
+            propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0).ranked[0].prediction
+        )
 
     def gain(self, then: Prediction) -> str:
         """What is gained, as text; empty where it is not worth a word."""
-        fits = self.budget_bytes is None or then.peak_bytes <= max(self.budget_bytes, self.now.peak_bytes)
+        fits = self.budget_bytes is None or then.peak_bytes <= max(
+            self.budget_bytes, self.now.peak_bytes
+        )
         if fits and then.time_s <= (1 - WORTH) * self.now.time_s:
             saved = 1 - then.time_s / self.now.time_s
             return (
-                f"{saved:.0%} of the predicted step, {seconds_text(self.now.time_s)} -> {seconds_text(then.time_s)} "
-                f"({bytes_text(self.now.collective_bytes)} -> {bytes_text(then.collective_bytes)} sent, peak "
+                f"{saved:.0%} of the predicted step, {seconds_text(self.now.time_s)} -> "
+                f"{seconds_text(then.time_s)} "
+                f"({bytes_text(self.now.collective_bytes)} -> {bytes_text(then.collective_bytes)} "
+                f"sent, peak "
                 f"{bytes_text(self.now.peak_bytes)} -> {bytes_text(then.peak_bytes)})"
             )
         slower = then.time_s > (1 + WORTH) * self.now.time_s
@@ -99,7 +112,7 @@ def advise(case: Advised) -> tuple[str, ...]:
     return tuple(line for kind in KINDS for line in kind(case))
 
 
-# Separate -----------------------------------------------------------------------------------------------------------
+# Separate -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +133,14 @@ class Fused:
 
 
 def find_fused(problem: Problem) -> tuple[Fused, ...]:
-    """The fused dimensions: those that slices or splits divide without rest, of axes that parameters have."""
+    """The fused dimensions: those that slices or splits divide without rest, of axes that
+    parameters have.
+    """
     axes, program = problem.roles.axes, problem.program
     leaves: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for path, value, group in zip(program.input_paths, program.body.inputs, problem.groups.of_input, strict=True):
+    for path, value, group in zip(
+        program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
+    ):
         for dim, axis in enumerate(axes.of_value[value.index]):
             if group is Group.PARAMETER and axis != NO_AXIS:
                 leaves[axis].append((path, dim))
@@ -136,14 +153,20 @@ def find_fused(problem: Problem) -> tuple[Fused, ...]:
     found = []
     for (axis, size), pieces in sorted(parts.items()):
         if len(pieces) > 1 and sum(length for _, length in pieces) == size:
-            found.append(Fused(axis, size, tuple(length for _, length in sorted(pieces)), tuple(leaves[axis])))
+            found.append(
+                Fused(
+                    axis, size, tuple(length for _, length in sorted(pieces)), tuple(leaves[axis])
+                )
+            )
     return tuple(found)
 
 
 def _cut_dims(eqn: Eqn, rule: DimRule) -> tuple[int, ...]:
     if eqn.primitive not in _CUT or not rule.operands:
         return ()
-    return tuple(dim for dim, loop in enumerate(rule.operands[0]) if rule.kinds[loop] is LoopKind.PERMUTED)
+    return tuple(
+        dim for dim, loop in enumerate(rule.operands[0]) if rule.kinds[loop] is LoopKind.PERMUTED
+    )
 
 
 def _parts(eqn: Eqn, dim: int) -> Iterator[tuple[int, int]]:
@@ -157,11 +180,13 @@ def _parts(eqn: Eqn, dim: int) -> Iterator[tuple[int, int]]:
         start += result.shape[dim]
 
 
-def separated(problem: Problem, fused: tuple[Fused, ...], carry: tuple[tuple[int, int], ...]) -> Problem:
+def separated(
+    problem: Problem, fused: tuple[Fused, ...], carry: tuple[tuple[int, int], ...]
+) -> Problem:
     """The problem as if the parts were separate arrays: cutting and joining them moves nothing.
 
-    A part keeps the axis of the whole. Where the whole is first reshaped to (parts, rest), and parts are picked one by
-    one, the axis goes on in the rest.
+    A part keeps the axis of the whole. Where the whole is first reshaped to (parts, rest), and
+    parts are picked one by one, the axis goes on in the rest.
     """
     axes = problem.roles.axes
     picked = {(f.axis, f.size) for f in fused if max(f.parts) == 1}
@@ -178,7 +203,11 @@ def separated(problem: Problem, fused: tuple[Fused, ...], carry: tuple[tuple[int
             if len(before) != len(after):  # here the parts become a dimension, or stop being one
                 return reshape_rule(eqn.inputs[0].shape, eqn.outputs[0].shape, before, after)
         if eqn.primitive in (*_CUT, *_JOIN):
-            (whole,), maps = (eqn.inputs[:1], rule.operands) if eqn.primitive in _CUT else (eqn.outputs, rule.results)
+            (whole,), maps = (
+                (eqn.inputs[:1], rule.operands)
+                if eqn.primitive in _CUT
+                else (eqn.outputs, rule.results)
+            )
             joined = {maps[0][dim] for dim in dims_of(whole, cut)}
             return replace(
                 rule,
@@ -201,10 +230,14 @@ def _separate(case: Advised) -> Iterator[str]:
         return
     gain = case.gain(case.best_of(separated(case.prepared.problem, fused, case.prepared.carry)))
     if gain:
-        named = dict.fromkeys(f"{path} (dimension {dim}: {_parts_text(f)})" for f in fused for path, dim in f.leaves)
+        named = dict.fromkeys(
+            f"{path} (dimension {dim}: {_parts_text(f)})" for f in fused for path, dim in f.leaves
+        )
         yield (
-            f"store the parts of {_some(list(named))} as separate arrays: it would save {gain}; assuming that each "
-            f"part is then laid out as the whole is now, so that nothing moves when they are taken apart"
+            f"store the parts of {_some(list(named))} as separate arrays: it would save {gain}; "
+            f"assuming that each "
+            f"part is then laid out as the whole is now, so that nothing moves when they are taken "
+            f"apart"
         )
 
 
@@ -218,7 +251,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# Pad ----------------------------------------------------------------------------------------------------------------
+# Pad ----------------------------------------------------------------------------------------------
 
 
 def _pad(case: Advised) -> Iterator[str]:
@@ -231,25 +264,36 @@ def _pad(case: Advised) -> Iterator[str]:
         gain = "" if problem is None else case.gain(case.best_of(problem))
         if gain:
             yield (
-                f"pad {_some(list(places.values()))} from {size} to {padded}: it would save {gain}; assuming that the "
+                f"pad {_some(list(places.values()))} from {size} to {padded}: it would save "
+                f"{gain}; assuming that the "
                 f"function takes that size and leaves the padding out of its results itself"
             )
 
 
 def _odd_sizes(problem: Problem) -> dict[int, dict[int, str]]:
-    """By size that some mesh axis does not divide, the axes of parameters that have it: `dimension 0 of embed`."""
+    """By size that some mesh axis does not divide, the axes of parameters that have it: `dimension
+    0 of embed`.
+    """
     axes, program = problem.roles.axes, problem.program
     ways = [ways for ways in problem.mesh_axes.values() if ways > 1]
     weight: dict[int, int] = defaultdict(int)
     places: dict[int, dict[int, str]] = defaultdict(dict)
-    for path, value, group in zip(program.input_paths, program.body.inputs, problem.groups.of_input, strict=True):
-        for dim, (axis, size) in enumerate(zip(axes.of_value[value.index], value.shape, strict=True)):
+    for path, value, group in zip(
+        program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
+    ):
+        for dim, (axis, size) in enumerate(
+            zip(axes.of_value[value.index], value.shape, strict=True)
+        ):
             odd = size > max(ways, default=1) and any(size % n for n in ways)
             if group is Group.PARAMETER and odd and axis not in axes.scanned:
                 weight[size] += value.bytes
                 places[size].setdefault(axis, f"dimension {dim} of {path}")
     least = WORTH * sum(v.bytes for v in program.body.inputs)
-    return {size: places[size] for size in sorted(weight, key=lambda s: (-weight[s], s)) if weight[size] >= least}
+    return {
+        size: places[size]
+        for size in sorted(weight, key=lambda s: (-weight[s], s))
+        if weight[size] >= least
+    }
 
 
 def _traced_at(prepared: Prepared, changed: Mapping[int, tuple[int, int]]) -> Problem | None:
@@ -263,15 +307,20 @@ def _traced_at(prepared: Prepared, changed: Mapping[int, tuple[int, int]]) -> Pr
     avals = []
     for value, aval in zip(axes.program.body.inputs, call.avals, strict=True):
         dims = zip(axes.of_value[value.index], aval.shape, strict=True)
-        shape = tuple(changed[axis][1] if changed.get(axis, (0, 0))[0] == size else size for axis, size in dims)
+        shape = tuple(
+            changed[axis][1] if changed.get(axis, (0, 0))[0] == size else size
+            for axis, size in dims
+        )
         avals.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type)))
     try:
-        return prepare(prepared.request, replace(call, leaves=tuple(avals), avals=tuple(avals))).problem
+        return prepare(
+            prepared.request, replace(call, leaves=tuple(avals), avals=tuple(avals))
+        ).problem
     except AutoshardError:
         return None
 
 
-# Donate -------------------------------------------------------------------------------------------------------------
+# Donate -------------------------------------------------------------------------------------------
 
 
 def _donate(case: Advised) -> Iterator[str]:
@@ -281,13 +330,19 @@ def _donate(case: Advised) -> Iterator[str]:
     for leaf, owner in enumerate(call.owners):
         leaves[owner].add(leaf)
     back = {source for source, _ in matching_state(traced, donated_only=False)}
-    owners = [owner for owner, own in leaves.items() if own <= back and not all(call.donated[i] for i in own)]
+    owners = [
+        owner
+        for owner, own in leaves.items()
+        if own <= back and not all(call.donated[i] for i in own)
+    ]
     if not owners:
         return
     donated = tuple(gone or call.owners[i] in owners for i, gone in enumerate(call.donated))
     gain = case.gain(Predictor(problem, case.hardware, donated, case.backend).predict(case.layout))
     if gain:
-        numbers = ", ".join(str(owner) if isinstance(owner, int) else repr(owner) for owner in owners)
+        numbers = ", ".join(
+            str(owner) if isinstance(owner, int) else repr(owner) for owner in owners
+        )
         yield f"donate argument {numbers}, which the function returns anew (donate_argnums): it would save {gain}"
 
 

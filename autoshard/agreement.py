@@ -1,12 +1,16 @@
-"""What the processes of one search agree on: small values by way of jax's coordination service, never of devices.
+"""What the processes of one search agree on: small values by way of jax's coordination service,
+never of devices.
 
-All processes of a mesh call the same search. The first of them leads: it decides and says what is done next, the others
-do it along with it (see `multihost`). A search is a sequence of steps, a step a sequence of turns; at each turn every
-process posts a value and reads those of all others, so that all continue from the same values. Nothing is waited for
-without a limit, and a process that fails or leaves says so, on which the others leave the step as well.
+All processes of a mesh call the same search. The first of them leads: it decides and says what is
+done next, the others do it along with it (see `multihost`). A search is a sequence of steps, a step
+a sequence of turns; at each turn every process posts a value and reads those of all others, so that
+all continue from the same values. Nothing is waited for without a limit, and a process that fails
+or leaves says so, on which the others leave the step as well.
 
-One thing cannot be left: a program on the devices that waits for a process which failed before it got there. A thread
-watches for that. It ends the process, after telling why, since nothing else can; a supervisor may start it again.
+One thing cannot be left: a program on the devices that waits for a process which failed before it
+    got there. A thread
+watches for that. It ends the process, after telling why, since nothing else can; a supervisor may
+start it again.
 """
 
 from __future__ import annotations
@@ -30,16 +34,20 @@ LOST = 70
 """Exit code of a process that lost the others of its group (EX_SOFTWARE of sysexits.h)."""
 
 LIMIT_S = 600.0
-"""How long a process waits for another's answer; they differ by what is compiled and loaded, minutes at most."""
+"""How long a process waits for another's answer; they differ by what is compiled and loaded,
+minutes at most."""
 
 GRACE_S = 60.0
-"""How much longer a program may run on the devices once another process is known to have failed in it."""
+"""How much longer a program may run on the devices once another process is known to have failed in
+it."""
 
 POLL_S = 1.0
 
 
 class Ended(BaseException):
-    """The group of processes is no more. No candidate is at fault: as an interruption, it passes `except Exception`."""
+    """The group of processes is no more. No candidate is at fault: as an interruption, it passes
+    `except Exception`.
+    """
 
 
 class LeftError(Exception):
@@ -109,9 +117,11 @@ class Agreement:
             members: Numbers of all; the least one leads.
             limit_s: See `LIMIT_S`.
             grace_s: See `GRACE_S`.
-            on_lost: Called from another thread before this process ends because it waits for others in vain, with the
-                reason, and whether that is what failed in the step (else they left for reasons of their own).
-            on_interrupt: Called from another thread of the leader when another process was interrupted.
+            on_lost: Called from another thread before this process ends because it waits for others
+                in vain, with the reason, and whether that is what failed in the step (else they
+                left for reasons of their own).
+            on_interrupt: Called from another thread of the leader when another process was
+                interrupted.
         """
         self.own, self.members, self.limit_s = own, tuple(sorted(members)), limit_s
         self.on_lost, self.on_interrupt = on_lost, on_interrupt
@@ -132,16 +142,23 @@ class Agreement:
         try:
             number = self._store.count(f"{group}/count/{self.own}")
         except RuntimeError as error:
-            raise Ended(f"jax's coordination service does not answer ({_one_line(error)})") from None
+            raise Ended(
+                f"jax's coordination service does not answer ({_one_line(error)})"
+            ) from None
         self._prefix = f"{group}/{number}/"
         self._previous = f"{group}/{number - 1}/"
         self._stderr = os.dup(2)  # file descriptor 2 itself is captured now and then
-        self._watcher = threading.Thread(target=self._watch, name="autoshard-agreement", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, name="autoshard-agreement", daemon=True
+        )
         self._watcher.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is not None:
             self._say("end", _one_line(error))
@@ -150,7 +167,7 @@ class Agreement:
         os.close(self._stderr)
         self._stderr = -1
 
-    # Steps and turns ------------------------------------------------------------------------------------------------
+    # Steps and turns ------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, *, on_devices: bool) -> Iterator[None]:
@@ -173,9 +190,12 @@ class Agreement:
             raise
         finally:
             self._watched = False
-        if self.leads:  # all have come to the end of this step, so all have read what was posted in the one before
+        # all have come to the end of this step, so all have read what was posted in the one before
+        if self.leads:
             with suppress(RuntimeError):
-                self._store.delete(f"{self._prefix}{self._at[0] - 1}/" if self._at[0] > 1 else self._previous)
+                self._store.delete(
+                    f"{self._prefix}{self._at[0] - 1}/" if self._at[0] > 1 else self._previous
+                )
 
     def gather(self, value: _T, failed: str = "") -> list[tuple[str, _T]]:
         """A turn: (why it failed, value) of each process, in the order of their numbers.
@@ -197,7 +217,9 @@ class Agreement:
             if member == self.own:
                 answers.append((failed, value))
             else:
-                answers.append(tuple(msgspec.msgpack.decode(self._await(f"{place}{member}", member))))
+                answers.append(
+                    tuple(msgspec.msgpack.decode(self._await(f"{place}{member}", member)))
+                )
         return answers
 
     def together(self, run: Callable[[], _T]) -> list[_T]:
@@ -220,7 +242,9 @@ class Agreement:
         except Ended as ended:
             if not failed:
                 raise
-            self._broken = str(ended)  # the others waited in vain for what failed here: that is what is at fault
+            self._broken = str(
+                ended
+            )  # the others waited in vain for what failed here: that is what is at fault
             raise ProcessFailedError(f"on process {self.own}: {failed}") from error
         for member, (text, _) in zip(self.members, answers, strict=True):
             if text:
@@ -240,9 +264,11 @@ class Agreement:
             differs = [f"{k}: {v!r} there, {first.get(k)!r} on process {self.members[0]}" for k, v in other.items()
                        if first.get(k) != v]  # fmt: skip
             if differs:
-                raise Ended(f"process {member} was called for something else ({'; '.join(differs)})")
+                raise Ended(
+                    f"process {member} was called for something else ({'; '.join(differs)})"
+                )
 
-    # Commands -------------------------------------------------------------------------------------------------------
+    # Commands -------------------------------------------------------------------------------------
 
     def command(self, what: str, **arguments: Any) -> None:
         """Says what the step that was just entered is; for the leader."""
@@ -251,13 +277,18 @@ class Agreement:
     def last_command(self, what: str, **arguments: Any) -> None:
         """Says that there are no further steps, and what came of them; for the leader."""
         if not self._broken:
-            self._put(f"{self._prefix}{self._at[0] + 1}/command", msgspec.msgpack.encode([what, arguments]))
+            self._put(
+                f"{self._prefix}{self._at[0] + 1}/command",
+                msgspec.msgpack.encode([what, arguments]),
+            )
 
     def next_command(self, check: Callable[[], bool] = lambda: False) -> tuple[str, dict[str, Any]]:
-        """What the next step is; for the others. It is waited for as long as the leader lives: it may wait for workers.
+        """What the next step is; for the others. It is waited for as long as the leader lives: it
+        may wait for workers.
 
         Args:
-            check: Called every second; True once this process was interrupted, which the leader is then told.
+            check: Called every second; True once this process was interrupted, which the leader is
+                then told.
         """
         key, leader, told = f"{self._prefix}{self._at[0] + 1}/command", self.members[0], False
         while True:
@@ -272,7 +303,7 @@ class Agreement:
             if leader in ends and self._get(key) is None:  # its last command came before its end
                 raise Ended(f"process {leader} ended the search ({ends[leader]})")
 
-    # Waiting --------------------------------------------------------------------------------------------------------
+    # Waiting --------------------------------------------------------------------------------------
 
     def _await(self, key: str, member: int) -> bytes:
         """A value of another process.
@@ -297,13 +328,17 @@ class Agreement:
         try:
             return self._store.get(key, POLL_S)
         except RuntimeError as error:
-            raise Ended(f"jax's coordination service does not answer ({_one_line(error)})") from None
+            raise Ended(
+                f"jax's coordination service does not answer ({_one_line(error)})"
+            ) from None
 
     def _put(self, key: str, value: bytes) -> None:
         try:
             self._store.put(key, value)
         except RuntimeError as error:
-            raise Ended(f"jax's coordination service does not answer ({_one_line(error)})") from None
+            raise Ended(
+                f"jax's coordination service does not answer ({_one_line(error)})"
+            ) from None
 
     def _say(self, what: str, text: str) -> None:
         with suppress(RuntimeError):  # said already, or nobody is left to hear it
@@ -314,11 +349,16 @@ class Agreement:
         try:
             found = self._store.below(f"{self._prefix}{what}/")
         except RuntimeError as error:
-            raise Ended(f"jax's coordination service does not answer ({_one_line(error)})") from None
-        by_member = {int(key.rpartition("/")[2]): value.decode(errors="replace") for key, value in found.items()}
+            raise Ended(
+                f"jax's coordination service does not answer ({_one_line(error)})"
+            ) from None
+        by_member = {
+            int(key.rpartition("/")[2]): value.decode(errors="replace")
+            for key, value in found.items()
+        }
         return {member: text for member, text in by_member.items() if member != self.own}
 
-    # Watching -------------------------------------------------------------------------------------------------------
+    # Watching -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         stuck: tuple[tuple[int, int], float] | None = None
@@ -341,9 +381,9 @@ class Agreement:
                 self._lose(why, failed)
 
     def _missing(self, at: tuple[int, int]) -> tuple[str, bool]:
-        """Why another process will not take part in the turn that this one is on its way to, empty if it may; and
-        whether it failed in this step.
-        """  # noqa: D205 - one sentence
+        """Why another process will not take part in the turn that this one is on its way to, empty
+        if it may; and whether it failed in this step.
+        """
         step, turn = at
         for key, posted in self._store.below(f"{self._prefix}{step}/{turn + 1}/").items():
             failed = msgspec.msgpack.decode(posted)[0]
@@ -356,7 +396,9 @@ class Agreement:
         return "", False
 
     def _lose(self, why: str, failed: bool) -> NoReturn:
-        """Ends this process, in which a program waits for devices of another process and would for ever."""
+        """Ends this process, in which a program waits for devices of another process and would for
+        ever.
+        """
         text = f"process {self.own} is stuck on its devices since another process failed, and ends: {why}"
         self._say("end", text)
         with suppress(Exception):

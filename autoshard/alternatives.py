@@ -1,7 +1,8 @@
 """One search over several: shapes of the mesh over the same devices, or variants of the function.
 
-Each alternative is first searched by prediction alone; the best by prediction then get the whole search, and its
-evidence decides. The objective is the step time, per sample where the person says how many samples a step has.
+Each alternative is first searched by prediction alone; the best by prediction then get the whole
+search, and its evidence decides. The objective is the step time, per sample where the person says
+how many samples a step has.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from autoshard.trial import Predicted, Trial
 
 AXIS_NAMES = ("data", "model"), ("data", "fsdp", "model")
 CLOSE = 1.25
-"""Alternatives whose predicted objective is within this ratio of the best get the whole search, `SEARCHED` at most."""
+"""Alternatives whose predicted objective is within this ratio of the best get the whole search,
+`SEARCHED` at most."""
 
 SEARCHED = 3
 Search = Callable[..., Plan]
@@ -59,7 +61,11 @@ def mesh_shapes(devices: int, axes: int = 3) -> tuple[tuple[int, ...], ...]:
             return
         for first in range(2, rest // 2 + 1):
             if rest % first == 0:
-                yield from ((first, *others) for others in factors(rest // first, count - 1) if min(others) > 1)
+                yield from (
+                    (first, *others)
+                    for others in factors(rest // first, count - 1)
+                    if min(others) > 1
+                )
 
     return tuple(shape for count in range(1, axes + 1) for shape in factors(devices, count))
 
@@ -99,7 +105,9 @@ def over_mesh_shapes(search: Search, given: Mapping[str, Any]) -> Plan:
     for shape in mesh_shapes(count):
         names = axis_names(shape)
         text = ",".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-        alternatives.append(Alternative(text, {**given, "mesh": _mesh(text, shape, given["target"])}))
+        alternatives.append(
+            Alternative(text, {**given, "mesh": _mesh(text, shape, given["target"])})
+        )
     return _best(search, alternatives, "mesh shape")
 
 
@@ -113,7 +121,9 @@ def _mesh(text: str, shape: tuple[int, ...], target: str | None) -> Mesh | str:
     return Mesh(grid, axis_names(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def over_variants(search: Search, given: Mapping[str, Any], variants: Mapping[str, Variant]) -> Plan:
+def over_variants(
+    search: Search, given: Mapping[str, Any], variants: Mapping[str, Variant]
+) -> Plan:
     """Searches variants of a function under the same budget.
 
     Args:
@@ -129,14 +139,17 @@ def over_variants(search: Search, given: Mapping[str, Any], variants: Mapping[st
         raise ArgumentError("variants={}: give at least one function by name.")
     samples = given["samples_per_step"]
     if isinstance(samples, Mapping) and set(samples) != set(variants):
-        raise ArgumentError(f"samples_per_step has {sorted(samples)}, but the variants are {sorted(variants)}.")
+        raise ArgumentError(
+            f"samples_per_step has {sorted(samples)}, but the variants are {sorted(variants)}."
+        )
     alternatives = []
     for name, variant in variants.items():
         given_args: Any = given["example_args"]
         fn, args = variant if isinstance(variant, tuple) else (variant, given_args)
         if args is None or not callable(fn):
             raise ArgumentError(
-                f"variant {name!r}: give a function, or (function, example arguments), and example_args for the others."
+                f"variant {name!r}: give a function, or (function, example arguments), and "
+                f"example_args for the others."
             )
         of_step = samples[name] if isinstance(samples, Mapping) else samples
         of_step = checked_samples(of_step, f"variant {name!r}: ")
@@ -153,20 +166,35 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
     for alternative in alternatives:
         try:
             plan = by_prediction[alternative.name] = search(
-                **{**alternative.arguments, "effort": Effort(0, 0), "storage": None, "progress": False}
+                **{
+                    **alternative.arguments,
+                    "effort": Effort(0, 0),
+                    "storage": None,
+                    "progress": False,
+                }
             )
         except NoFeasiblePlanError as error:
-            failures.append(f"{what} {alternative.name}: does not fit by prediction ({str(error).splitlines()[0]})")
+            failures.append(
+                f"{what} {alternative.name}: does not fit by prediction "
+                f"({str(error).splitlines()[0]})"
+            )
             continue
         found = _predicted(_winner(plan))
         per = found.time_s / alternative.samples
-        predicted.append((per, alternative, f"{seconds_text(per)} predicted, peak {bytes_text(found.peak_bytes)}"))
+        predicted.append(
+            (
+                per,
+                alternative,
+                f"{seconds_text(per)} predicted, peak {bytes_text(found.peak_bytes)}",
+            )
+        )
     if not predicted:
         raise NoFeasiblePlanError(f"no {what} has a plan that fits:\n  " + "\n  ".join(failures))
     predicted.sort(key=lambda item: item[0])
     least = predicted[0][0]
     effort: Effort = alternatives[0].arguments["effort"] or Effort()
-    # Different shapes of one mesh differ by little more than names where links are alike: the first is searched.
+    # Different shapes of one mesh differ by little more than names where links are alike: the first
+    # is searched.
     count = SEARCHED if what == "variant" else 1
     close = sum(per <= CLOSE * least for per, _, _ in predicted[:count])
     plans: list[tuple[float, Plan, str]] = []
@@ -174,19 +202,36 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
         if number >= close and plans:
             break  # the others are for when nothing of what looked best holds
         try:
-            plan = search(**_in_a_study(alternative)) if effort.compiled else by_prediction[alternative.name]
+            plan = (
+                search(**_in_a_study(alternative))
+                if effort.compiled
+                else by_prediction[alternative.name]
+            )
         except (NoFeasiblePlanError, SearchFailedError) as error:
             failures.append(f"{what} {alternative.name}: {text}; {str(error).splitlines()[0]}")
             continue
-        plans.append((_seconds(_winner(plan), per * alternative.samples) / alternative.samples, plan, alternative.name))
+        plans.append(
+            (
+                _seconds(_winner(plan), per * alternative.samples) / alternative.samples,
+                plan,
+                alternative.name,
+            )
+        )
     if not plans:
         raise NoFeasiblePlanError(f"no {what} has a plan that fits:\n  " + "\n  ".join(failures))
     _, plan, name = min(plans, key=lambda item: item[0])
     searched = {called: per for per, _, called in plans}
     notes = [f"{what} {name} was chosen of {len(alternatives)}"]
     for _, alternative, text in predicted:
-        also = f", {seconds_text(searched[alternative.name])} after its search" if alternative.name in searched else ""
-        notes.append(f"{what} {alternative.name}: {text}{also}" + (" per sample" if alternative.samples != 1 else ""))
+        also = (
+            f", {seconds_text(searched[alternative.name])} after its search"
+            if alternative.name in searched
+            else ""
+        )
+        notes.append(
+            f"{what} {alternative.name}: {text}{also}"
+            + (" per sample" if alternative.samples != 1 else "")
+        )
     plan.notes = (*plan.notes, *notes, *failures)
     plan.chosen = name
     return plan

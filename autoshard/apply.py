@@ -1,4 +1,6 @@
-"""`apply`: a layout that is known already (a table, a preset, rules, another plan), bound to a function; no search."""
+"""`apply`: a layout that is known already (a table, a preset, rules, another plan), bound to a
+function; no search.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ def apply(
         fn: As for `optimize`, and so are the other arguments of the same names.
         example_args: Positional arguments.
         mesh: The mesh.
-        layout: A SpecTable or its path, a preset's name (`"fsdp"`), a list of rules (`"wq.1->model"`, pairs or
-            `AxisRule`s), or a Plan.
+        layout: A SpecTable or its path, a preset's name (`"fsdp"`), a list of rules
+            (`"wq.1->model"`, pairs or `AxisRule`s), or a Plan.
         target: As for `optimize`.
         example_kwargs: Keyword arguments.
         static_argnums: As for `jax.jit`.
@@ -66,16 +68,18 @@ def apply(
         pins: As for `optimize`.
         user_constraints: As for `optimize`.
         compiler_options: As for `optimize`.
-        constraints: `"anchors"` states the layout inside the function too, `"arguments"` on arguments and outputs only.
-            A table or plan decides for itself.
-        samples_per_step: How many samples a step has, for the throughput that `plan.explain()` prints.
+        constraints: `"anchors"` states the layout inside the function too, `"arguments"` on
+            arguments and outputs only. A table or plan decides for itself.
+        samples_per_step: How many samples a step has, for the throughput that `plan.explain()`
+            prints.
 
     Returns:
         The plan. It is not verified: nothing is run here.
 
     Raises:
-        TableError: If the table is for other mesh axes or another function, or cannot be read. Under other axis sizes,
-            or for a model of another size, the table's rules give the specs, and the plan's notes say so.
+        TableError: If the table is for other mesh axes or another function, or cannot be read.
+            Under other axis sizes, or for a model of another size, the table's rules give the
+            specs, and the plan's notes say so.
         RuleError: If the preset or a role does not exist here; the existing ones are named.
     """
     request, call = make_request(
@@ -87,7 +91,9 @@ def apply(
         raise ArgumentError(f"constraints={constraints!r}; use 'anchors' or 'arguments'.")
     samples = checked_samples(samples_per_step)
     prepared = prepare(request, call)
-    if isinstance(layout, Path) or (isinstance(layout, str) and (layout.endswith(".json") or Path(layout).is_file())):
+    if isinstance(layout, Path) or (
+        isinstance(layout, str) and (layout.endswith(".json") or Path(layout).is_file())
+    ):
         layout = SpecTable.load(layout)
     notes = list(prepared.notes)
     inside = constraints == "anchors"
@@ -99,7 +105,11 @@ def apply(
         derived = rederive(layout, prepared)
         problem, rules, inside = derived.layout.problem, derived.layout.rules, derived.layout.inside
         notes += derived.notes
-        said = f"table's word is stale: {derived.stale[0]}" if derived.stale else f"table says {layout.verified}"
+        said = (
+            f"table's word is stale: {derived.stale[0]}"
+            if derived.stale
+            else f"table says {layout.verified}"
+        )
         reason = f"apply runs nothing; the {said}"
     elif isinstance(layout, str):
         rules = _preset_rules(layout, prepared)
@@ -128,11 +138,15 @@ def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
     pair: Any = rule
     if isinstance(pair, tuple) and len(pair) == 2:
         return AxisRule(str(pair[0]), str(pair[1]))
-    raise RuleError(f"{rule!r} is no axis rule. Use 'role->mesh axis', a pair (role, mesh axis) or an AxisRule.")
+    raise RuleError(
+        f"{rule!r} is no axis rule. Use 'role->mesh axis', a pair (role, mesh axis) or an AxisRule."
+    )
 
 
 def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
-    anything = hardware_for("cpu")  # only bytes are asked for, and they are the same on any hardware
+    anything = hardware_for(
+        "cpu"
+    )  # only bytes are asked for, and they are the same on any hardware
     predictor = Predictor(prepared.problem, anything, prepared.traced.call.donated)
     made, skipped = presets(prepared.problem, predictor.sent_bytes)
     for preset in made:
@@ -141,10 +155,12 @@ def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
     for left_out in skipped:
         if left_out.name == name:
             raise RuleError(
-                f"preset {name!r} makes no sense here: {left_out.reason}. Use one of {[p.name for p in made]}."
+                f"preset {name!r} makes no sense here: {left_out.reason}. Use one of "
+                f"{[p.name for p in made]}."
             )
     raise RuleError(
-        f"{name!r} is no preset, and no file of that name exists. The presets are {[p.name for p in made]}."
+        f"{name!r} is no preset, and no file of that name exists. The presets are "
+        f"{[p.name for p in made]}."
     )
 
 
@@ -166,7 +182,9 @@ def rebinder(request: Request) -> Callable[[Plan, Call], Plan]:
             layout=layout,
             mesh=plan.mesh,
             carry=prepared.carry,
-            verified=Verification(False, "the rules of a plan for other shapes, applied without a search"),
+            verified=Verification(
+                False, "the rules of a plan for other shapes, applied without a search"
+            ),
             compiler_options=plan.compiler_options,
             rebind=plan.rebind,
         )

@@ -1,7 +1,8 @@
 """What a search does on the devices: compiles layouts, compares their outputs, times them.
 
-All of it is asked for by a candidate's key or layout and answered in plain values, so that several processes can do it
-together (`multihost`). Whatever goes wrong with a layout is an exception, of which the race makes a rejection.
+All of it is asked for by a candidate's key or layout and answered in plain values, so that several
+processes can do it together (`multihost`). Whatever goes wrong with a layout is an exception, of
+which the race makes a rejection.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class Bench:
     _start: Callable[[], None] | None = None
 
     def compile(
-        self, key: str, layout: Layout, built: Built | None, time_of: Callable[[Sequence[Any]], float] | None
+        self,
+        key: str,
+        layout: Layout,
+        built: Built | None,
+        time_of: Callable[[Sequence[Any]], float] | None,
     ) -> Compiled:
         """Compiles a layout, to run it later.
 
@@ -80,7 +85,9 @@ class Bench:
         self.compiled.pop(key, None)
 
     def refer(self, other: str | None, name: str) -> None:
-        """Runs what later comparisons are with: the unsharded function, or another compiled layout of this name."""
+        """Runs what later comparisons are with: the unsharded function, or another compiled layout
+        of this name.
+        """
         if self._reference is not None and self._referred == other:
             return
         if other is None:
@@ -97,9 +104,9 @@ class Bench:
         return self._run_and_compare(self.compiled[key], self.inputs, self._reference)
 
     def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
-        """The same at sizes divided by up to a factor, against the unsharded function at these, or why that is not
-        possible; and the factor.
-        """  # noqa: D205 - one sentence
+        """The same at sizes divided by up to a factor, against the unsharded function at these, or
+        why that is not possible; and the factor.
+        """
         shrunk = shrink(self.prepared, layout)
         if isinstance(shrunk, str):
             return shrunk
@@ -107,7 +114,9 @@ class Bench:
         inputs = inputs_for(traced.call, traced.program)
         trusted = unsharded(traced, inputs, mesh)
         reference = reference_of(trusted, shrunk.prepared.problem.roles.axes, inputs)
-        compiled = compile_built(build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options)
+        compiled = compile_built(
+            build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options
+        )
         return self._run_and_compare(compiled, inputs, reference), shrunk.factor
 
     def measure(
@@ -136,7 +145,9 @@ class Bench:
             sync=self._sync,
         )
 
-    def _run_and_compare(self, compiled: Compiled, inputs: Inputs, reference: Reference) -> Compared:
+    def _run_and_compare(
+        self, compiled: Compiled, inputs: Inputs, reference: Reference
+    ) -> Compared:
         leaves: list[Any] = []
         self.peers.together(lambda: leaves.extend(inputs.place(compiled.built.in_shardings)))
         found, agrees = reference.compare(compiled.executable(*leaves))

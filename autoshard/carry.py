@@ -1,4 +1,6 @@
-"""Which outputs feed which inputs of the next step: a plan for a step is a fixed point over these leaves."""
+"""Which outputs feed which inputs of the next step: a plan for a step is a fixed point over these
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ def _arguments(call: Call) -> Iterator[tuple[int | str, Any, list[int]]]:
         yield position, child, leaves
         flat += child.num_leaves
         position += 1
-    for name, child in zip(keyword.node_data()[1] if keyword.node_data() else (), keyword.children(), strict=True):
+    for name, child in zip(
+        keyword.node_data()[1] if keyword.node_data() else (), keyword.children(), strict=True
+    ):
         yield name, child, [number[flat + i] for i in range(child.num_leaves) if flat + i in number]
         flat += child.num_leaves
 
 
 def _results(traced: Traced) -> Iterator[tuple[int | str, Any, list[int]]]:
-    """(name, treedef, array leaf numbers) of the whole output, and of each of its top-level parts."""
+    """(name, treedef, array leaf numbers) of the whole output, and of each of its top-level
+    parts.
+    """
     static = dict(traced.static_outputs)
     numbers: dict[int, int] = {}
     for flat in range(traced.num_outputs):
@@ -45,7 +51,11 @@ def _results(traced: Traced) -> Iterator[tuple[int | str, Any, list[int]]]:
     flat = 0
     names = _part_names(tree)
     for name, child in zip(names, parts, strict=True):
-        yield name, child, [numbers[flat + i] for i in range(child.num_leaves) if flat + i in numbers]
+        yield (
+            name,
+            child,
+            [numbers[flat + i] for i in range(child.num_leaves) if flat + i in numbers],
+        )
         flat += child.num_leaves
     yield "out", tree, [numbers[i] for i in range(traced.num_outputs) if i in numbers]
 
@@ -61,7 +71,8 @@ def _part_names(tree: Any) -> list[int | str]:
 
 
 def matching_state(traced: Traced, *, donated_only: bool) -> tuple[tuple[int, int], ...]:
-    """Pairs (input leaf, output leaf) of arguments that an output matches in structure, shapes and dtypes.
+    """Pairs (input leaf, output leaf) of arguments that an output matches in structure, shapes and
+    dtypes.
 
     Args:
         traced: The traced call.
@@ -75,7 +86,9 @@ def matching_state(traced: Traced, *, donated_only: bool) -> tuple[tuple[int, in
         if not leaves or (donated_only and not all(call.donated[i] for i in leaves)):
             continue
         if not donated_only and jax.tree_util.treedef_is_leaf(treedef):
-            continue  # a bare array that comes back with its shape is as likely an activation (a residual block)
+            # a bare array that comes back with its shape is as likely an activation (a residual
+            # block)
+            continue
         for _, out_treedef, out_leaves in _results(traced):
             if treedef != out_treedef or len(leaves) != len(out_leaves) or taken & set(out_leaves):
                 continue
@@ -95,12 +108,13 @@ def resolve_carry(traced: Traced, carry: Carry) -> tuple[tuple[int, int], ...]:
 
     Args:
         traced: The traced call.
-        carry: None for the default (donated arguments matched by structure and aval); else argument to output, as a
-            mapping or pairs: `{0: 0, "opt_state": 1}`. An output is a position or key of the returned tuple or dict, or
-            `"out"` for the whole.
+        carry: None for the default (donated arguments matched by structure and aval); else argument
+            to output, as a mapping or pairs: `{0: 0, "opt_state": 1}`. An output is a position or
+            key of the returned tuple or dict, or `"out"` for the whole.
 
     Raises:
-        ArgumentError: If an argument or output does not exist, or the two differ in structure or shapes.
+        ArgumentError: If an argument or output does not exist, or the two differ in structure or
+            shapes.
     """
     if carry is None:
         return matching_state(traced, donated_only=True)
@@ -108,28 +122,35 @@ def resolve_carry(traced: Traced, carry: Carry) -> tuple[tuple[int, int], ...]:
     if len(items) == 2 and all(isinstance(item, int | str) for item in items):
         items = [(items[0], items[1])]  # type: ignore[list-item]
     arguments = {owner: (tree, leaves) for owner, tree, leaves in _arguments(traced.call)}
-    by_name = {traced.call.paths[leaves[0]].split("/")[0]: owner for owner, (_, leaves) in arguments.items() if leaves}
+    by_name = {
+        traced.call.paths[leaves[0]].split("/")[0]: owner
+        for owner, (_, leaves) in arguments.items()
+        if leaves
+    }
     results = {name: (tree, leaves) for name, tree, leaves in _results(traced)}
     pairs: list[tuple[int, int]] = []
     for argument, output in items:
         owner = by_name.get(str(argument), argument)
         if owner not in arguments or output not in results:
             raise ArgumentError(
-                f"carry={{{argument!r}: {output!r}}}: the arguments are {list(by_name) or list(arguments)} "
+                f"carry={{{argument!r}: {output!r}}}: the arguments are "
+                f"{list(by_name) or list(arguments)} "
                 f"and the outputs {list(results)}. Name one of each."
             )
         (tree, leaves), (out_tree, out_leaves) = arguments[owner], results[output]
         inputs, outputs = traced.program.body.inputs, traced.program.body.outputs
         if tree != out_tree or len(leaves) != len(out_leaves):
             raise ArgumentError(
-                f"carry={{{argument!r}: {output!r}}}: the argument is {tree} and the output {out_tree}. "
+                f"carry={{{argument!r}: {output!r}}}: the argument is {tree} and the output "
+                f"{out_tree}. "
                 f"They must have the same structure to feed each other."
             )
         for i, o in zip(leaves, out_leaves, strict=True):
             if inputs[i].shape != outputs[o].shape or inputs[i].dtype != outputs[o].dtype:
                 raise ArgumentError(
                     f"carry={{{argument!r}: {output!r}}}: {traced.call.paths[i]} is "
-                    f"{inputs[i].dtype}{list(inputs[i].shape)} but {traced.program.output_paths[o]} is "
+                    f"{inputs[i].dtype}{list(inputs[i].shape)} but "
+                    f"{traced.program.output_paths[o]} is "
                     f"{outputs[o].dtype}{list(outputs[o].shape)}."
                 )
             pairs.append((i, o))

@@ -1,7 +1,9 @@
-"""`check`: does a committed table still fit the code? For CI of a training repo: no accelerator, no search.
+"""`check`: does a committed table still fit the code? For CI of a training repo: no accelerator, no
+search.
 
-Each thing that may have changed is a finding with a kind of its own. A finding that is fatal means that the table does
-not say what a trainer would run; the others mean that its numbers are old while its specs still hold.
+Each thing that may have changed is a finding with a kind of its own. A finding that is fatal means
+that the table does not say what a trainer would run; the others mean that its numbers are old while
+its specs still hold.
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ def check(
         fn: As for `optimize`, and so are the arguments of the same names.
         example_args: Positional arguments.
         mesh: The mesh; by default the table's own, over as many devices as there are here.
-        options: `example_kwargs`, `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `carry`,
-            `pins`, `user_constraints`; arguments of `optimize` that say how to search are of no interest here.
+        options: `example_kwargs`, `static_argnums`, `static_argnames`, `donate_argnums`,
+            `donate_argnames`, `carry`, `pins`, `user_constraints`; arguments of `optimize` that say
+            how to search are of no interest here.
 
     Returns:
         Findings, errors first; empty if all is as it was.
@@ -86,9 +89,16 @@ def check(
     loaded = table if isinstance(table, SpecTable) else SpecTable.load(table)
     given: dict[str, Any] = dict.fromkeys(_OPTIONS) | {"user_constraints": "pin"}
     given |= {name: value for name, value in options.items() if name in _OPTIONS}
-    request, call = make_request(fn, example_args, mesh_of(loaded) if mesh is None else mesh, **given)
+    request, call = make_request(
+        fn, example_args, mesh_of(loaded) if mesh is None else mesh, **given
+    )
     prepared = prepare(request, call)
-    found = [*_edited(loaded), *_mesh(loaded, request.mesh), *_leaves(loaded, prepared), *_program(loaded, prepared)]
+    found = [
+        *_edited(loaded),
+        *_mesh(loaded, request.mesh),
+        *_leaves(loaded, prepared),
+        *_program(loaded, prepared),
+    ]
     if not any(f.kind in ("renamed", "optimizer", "added", "removed") for f in found):
         found += _rules(loaded, prepared)
     return tuple(sorted(found, key=lambda f: not f.fatal))
@@ -109,10 +119,14 @@ def mesh_of(table: SpecTable) -> Mesh:
     need, devices = math.prod(table.mesh.axes.values()), jax.devices()
     if len(devices) < need:
         raise MeshError(
-            f"the table is for mesh {table.mesh.axes}, {need} devices, but this process has {len(devices)}. On the "
-            f'command line pass --cpu-devices {need}; in Python jax.config.update("jax_num_cpu_devices", {need}) first.'
+            f"the table is for mesh {table.mesh.axes}, {need} devices, but this process has "
+            f"{len(devices)}. On the "
+            f"command line pass --cpu-devices {need}; in Python "
+            f'jax.config.update("jax_num_cpu_devices", {need}) first.'
         )
-    types = tuple(AxisType.Explicit if kind == "explicit" else AxisType.Auto for kind in table.mesh.types)
+    types = tuple(
+        AxisType.Explicit if kind == "explicit" else AxisType.Auto for kind in table.mesh.types
+    )
     grid = np.array(devices[:need]).reshape(tuple(table.mesh.axes.values()))
     return Mesh(grid, tuple(table.mesh.axes), axis_types=types)
 
@@ -121,26 +135,37 @@ def _edited(table: SpecTable) -> Iterable[Finding]:
     if table.edited:
         yield Finding(
             "edited",
-            "specs, rules or mesh were edited after the search, so its numbers are of another plan. If the edit is "
+            "specs, rules or mesh were edited after the search, so its numbers are of another "
+            "plan. If the edit is "
             "meant, save the table anew: autoshard.apply(fn, args, mesh, table).table.save(path).",
         )
 
 
 def _mesh(table: SpecTable, mesh: MeshInfo) -> Iterable[Finding]:
     if table.mesh.axes != dict(mesh.axes):
-        yield Finding("mesh", f"the table is for mesh {table.mesh.axes}, this mesh is {dict(mesh.axes)}. {_REMEDY}")
+        yield Finding(
+            "mesh",
+            f"the table is for mesh {table.mesh.axes}, this mesh is {dict(mesh.axes)}. {_REMEDY}",
+        )
     elif tuple(table.mesh.types) != mesh.axis_types:
-        yield Finding("axis types", f"the table's mesh axes are {table.mesh.types}, here {list(mesh.axis_types)}.")
+        yield Finding(
+            "axis types",
+            f"the table's mesh axes are {table.mesh.types}, here {list(mesh.axis_types)}.",
+        )
 
 
 def _leaves(table: SpecTable, prepared: Prepared) -> Iterable[Finding]:
     program = prepared.traced.program
     values = dict(zip(program.input_paths, program.body.inputs, strict=True))
-    groups = dict(zip(program.input_paths, (g.value for g in prepared.problem.groups.of_input), strict=True))
+    groups = dict(
+        zip(program.input_paths, (g.value for g in prepared.problem.groups.of_input), strict=True)
+    )
     gone, new = leaf_changes(table, values)
     optimizer_only = [groups[p] for p in new] + [table.inputs[p].group for p in gone]
     if (gone or new) and set(optimizer_only) == {"optimizer"}:
-        yield Finding("optimizer", f"the optimizer's state changed: {_listed(gone, new)}. {_REMEDY}")
+        yield Finding(
+            "optimizer", f"the optimizer's state changed: {_listed(gone, new)}. {_REMEDY}"
+        )
     else:
         renamed = _renamed(unlike(gone, values), unlike(new, table.inputs), table.inputs, values)
         gone = [p for p in gone if p not in renamed]
@@ -149,17 +174,33 @@ def _leaves(table: SpecTable, prepared: Prepared) -> Iterable[Finding]:
             pairs = [f"{old} is gone, {now} has its shape" for old, now in renamed.items()]
             yield Finding("renamed", f"{_some(pairs)}. Use the old name, or search again.")
         if new:
-            layers = "" if unlike(new, table.inputs) else " (a layer more: they differ from known leaves in a number)"
-            yield Finding("added", f"{_some(_folded(new))} without a spec in the table{layers}. {_REMEDY}")
+            layers = (
+                ""
+                if unlike(new, table.inputs)
+                else " (a layer more: they differ from known leaves in a number)"
+            )
+            yield Finding(
+                "added", f"{_some(_folded(new))} without a spec in the table{layers}. {_REMEDY}"
+            )
         if gone:
-            layers = "" if unlike(gone, values) else " (a layer less: they differ from others in a number)"
-            yield Finding("removed", f"{_some(_folded(gone))} of the table are gone{layers}. {_REMEDY}")
+            layers = (
+                ""
+                if unlike(gone, values)
+                else " (a layer less: they differ from others in a number)"
+            )
+            yield Finding(
+                "removed", f"{_some(_folded(gone))} of the table are gone{layers}. {_REMEDY}"
+            )
     both = {path: (table.inputs[path], values[path]) for path in values if path in table.inputs}
     state = {path for path, group in groups.items() if group == "optimizer"}
     sizes = _without(state, _sizes(both, prepared))
     if sizes:
         yield Finding("size", f"{_some(_said(sizes))}. {_REMEDY}")
-    types = {p: f"{leaf.dtype} in the table, {v.dtype} here" for p, (leaf, v) in both.items() if leaf.dtype != v.dtype}
+    types = {
+        p: f"{leaf.dtype} in the table, {v.dtype} here"
+        for p, (leaf, v) in both.items()
+        if leaf.dtype != v.dtype
+    }
     types = _without(state, types)
     if types:
         yield Finding("dtype", f"{_some(_said(types))}. {_REMEDY}")
@@ -199,8 +240,13 @@ def _program(table: SpecTable, prepared: Prepared) -> Iterable[Finding]:
             for name in sorted({*before, *after})
             if before.get(name, 0) != after.get(name, 0)
         ]
-        what = _some(counts, 6) if counts and before else "the same operations, otherwise put together"
-        yield Finding("program", f"{program.name} computes something else than when the table was written ({what}).")
+        what = (
+            _some(counts, 6) if counts and before else "the same operations, otherwise put together"
+        )
+        yield Finding(
+            "program",
+            f"{program.name} computes something else than when the table was written ({what}).",
+        )
 
 
 def _rules(table: SpecTable, prepared: Prepared) -> Iterable[Finding]:
@@ -222,7 +268,8 @@ def _renamed(
         alike = [
             p
             for p in new
-            if p not in pairs.values() and (list(values[p].shape), values[p].dtype) == (leaf.shape, leaf.dtype)
+            if p not in pairs.values()
+            and (list(values[p].shape), values[p].dtype) == (leaf.shape, leaf.dtype)
         ]
         if alike:
             pairs[old] = max(alike, key=lambda p: difflib.SequenceMatcher(None, old, p).ratio())
@@ -230,7 +277,9 @@ def _renamed(
 
 
 def _listed(gone: Sequence[str], new: Sequence[str]) -> str:
-    parts = [f"{_some(_folded(paths))} {what}" for paths, what in ((gone, "gone"), (new, "new")) if paths]
+    parts = [
+        f"{_some(_folded(paths))} {what}" for paths, what in ((gone, "gone"), (new, "new")) if paths
+    ]
     return ", ".join(parts)
 
 

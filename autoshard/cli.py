@@ -1,6 +1,8 @@
-"""The command line. Exit codes: 0 ok, 1 no feasible plan or a failed check, 2 usage; one line on standard error.
+"""The command line. Exit codes: 0 ok, 1 no feasible plan or a failed check, 2 usage; one line on
+standard error.
 
-Of several processes that search together, one that lost the others ends with code 70, and may be started again.
+Of several processes that search together, one that lost the others ends with code 70, and may be
+started again.
 """
 
 from __future__ import annotations
@@ -46,29 +48,51 @@ def common(
 @app.command()
 def search(
     what: cli_jobs.What,
-    mesh: Annotated[str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
     storage: cli_jobs.Storage = None,
     study: cli_jobs.Study = None,
     lease: cli_jobs.Lease = None,
     memory_budget: Annotated[str | None, typer.Option(help="Per device, such as 16GiB.")] = None,
-    hardware: Annotated[str | None, typer.Option(help="Preset, or a file written by calibration.")] = None,
-    compiled: Annotated[int | None, typer.Option(help="Candidates to compile.", show_default="12")] = None,
-    measured: Annotated[int | None, typer.Option(help="Candidates to measure.", show_default="4")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Preset, or a file written by calibration.")
+    ] = None,
+    compiled: Annotated[
+        int | None, typer.Option(help="Candidates to compile.", show_default="12")
+    ] = None,
+    measured: Annotated[
+        int | None, typer.Option(help="Candidates to measure.", show_default="4")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop measuring after this long.")] = None,
     seed: cli_jobs.Seed = None,
     isolate: Annotated[
         bool | None,
-        typer.Option("--isolate/--no-isolate", help="Compile in a process of its own.", show_default="isolate"),
+        typer.Option(
+            "--isolate/--no-isolate",
+            help="Compile in a process of its own.",
+            show_default="isolate",
+        ),
     ] = None,
-    compile_timeout: Annotated[float | None, typer.Option(help="Seconds until a compilation has failed.")] = None,
-    compile_memory: Annotated[str | None, typer.Option(help="For the compiler's process, such as 16GiB.")] = None,
+    compile_timeout: Annotated[
+        float | None, typer.Option(help="Seconds until a compilation has failed.")
+    ] = None,
+    compile_memory: Annotated[
+        str | None, typer.Option(help="For the compiler's process, such as 16GiB.")
+    ] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
     distributed: cli_jobs.Distributed = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
-    explained: Annotated[bool, typer.Option("--explain", help="Say what moves, what is stored, and why.")] = False,
+    explained: Annotated[
+        bool, typer.Option("--explain", help="Say what moves, what is stored, and why.")
+    ] = False,
 ) -> None:
     """Searches, and prints the plan."""
     job = read_job(
@@ -132,7 +156,8 @@ def main() -> None:
     """Entry point of the `autoshard` command."""
     code = run(sys.argv[1:])
     if code and jax.distributed.is_initialized():
-        # At a normal exit jax waits minutes for the other processes, which may be waiting for this one.
+        # At a normal exit jax waits minutes for the other processes, which may be waiting for this
+        # one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -169,7 +194,10 @@ def _failed(error: AutoshardError, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     else:
-        print(f"autoshard: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(
+            f"autoshard: {type(error).__name__}: {printable(' '.join(str(error).split()))}",
+            file=sys.stderr,
+        )
     return code
 
 

@@ -1,4 +1,6 @@
-"""The command that says what this machine has for a search, and what to do about what is missing."""
+"""The command that says what this machine has for a search, and what to do about what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,15 @@ def _devices() -> Finding:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        fix = "Set JAX_PLATFORMS=cpu to work on the host, or mend the driver that the message names."
+        fix = (
+            "Set JAX_PLATFORMS=cpu to work on the host, or mend the driver that the message names."
+        )
         return Finding("devices", "broken", str(error).splitlines()[0], fix)
     kind = f"{len(devices)} {devices[0].platform} ({devices[0].device_kind})"
     if len(devices) == 1:
-        return Finding("devices", "ok", kind, "A mesh needs several: --cpu-devices 8 makes fake ones to try.")
+        return Finding(
+            "devices", "ok", kind, "A mesh needs several: --cpu-devices 8 makes fake ones to try."
+        )
     return Finding("devices", "ok", kind)
 
 
@@ -79,7 +85,9 @@ def _extras() -> list[Finding]:
     return [
         Finding(what, "ok", f"{module} is installed")
         if importlib.util.find_spec(module) is not None
-        else Finding(what, "missing", f"no {module}", f"For {use}: pip install 'autoshard[{extra}]'")
+        else Finding(
+            what, "missing", f"no {module}", f"For {use}: pip install 'autoshard[{extra}]'"
+        )
         for what, module, extra, use in extras
     ]
 
@@ -90,7 +98,9 @@ def _cache() -> Finding:
         fix = "Set JAX_COMPILATION_CACHE_DIR, or compilation_cache in the job file; workers may share it."
         return Finding("compilation cache", "missing", "none", fix)
     if Path(folder).is_dir() and not os.access(folder, os.W_OK):
-        return Finding("compilation cache", "broken", f"{folder} cannot be written", "Name another directory.")
+        return Finding(
+            "compilation cache", "broken", f"{folder} cannot be written", "Name another directory."
+        )
     return Finding("compilation cache", "ok", str(folder))
 
 
@@ -99,7 +109,9 @@ def _temporary() -> Finding:
     free = os.statvfs(folder)
     free_bytes = free.f_bavail * free.f_frsize
     if free_bytes < 2**30:
-        return Finding("temporary files", "broken", f"{free_bytes >> 20} MiB free in {folder}", "Set TMPDIR.")
+        return Finding(
+            "temporary files", "broken", f"{free_bytes >> 20} MiB free in {folder}", "Set TMPDIR."
+        )
     return Finding("temporary files", "ok", f"{free_bytes >> 30} GiB free in {folder}")
 
 
@@ -115,11 +127,15 @@ def _storage(where: str) -> Finding:
 
 
 def doctor(
-    storage: Annotated[str | None, typer.Option(envvar="AUTOSHARD_STORAGE", help="A storage to connect to.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(envvar="AUTOSHARD_STORAGE", help="A storage to connect to.")
+    ] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Look at this many CPU devices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Says what this machine has (jax, devices, targets, storage, cache) and what to do about what is missing."""
+    """Says what this machine has (jax, devices, targets, storage, cache) and what to do about what
+    is missing.
+    """
     use_cpu_devices(cpu_devices)
     findings = examine(storage)
     if as_json:

@@ -18,20 +18,37 @@ from autoshard.table import SpecTable
 def explain(
     table: Annotated[Path, typer.Argument(help="A spec table.")],
     factory: Annotated[str, typer.Argument(help=FACTORY)],
-    leaf: Annotated[str | None, typer.Option(help="A leaf path: its spec and what others would cost.")] = None,
-    minimal: Annotated[bool, typer.Option("--minimal", help="The fewest constraints, as lines to paste.")] = False,
-    patch: Annotated[bool, typer.Option("--patch", help="The same as a diff for `git apply`.")] = False,
-    hardware: Annotated[str | None, typer.Option(help="Preset, or a file written by calibration.")] = None,
-    samples_per_step: Annotated[float | None, typer.Option(help="Samples of a step, for the throughput.")] = None,
+    leaf: Annotated[
+        str | None, typer.Option(help="A leaf path: its spec and what others would cost.")
+    ] = None,
+    minimal: Annotated[
+        bool, typer.Option("--minimal", help="The fewest constraints, as lines to paste.")
+    ] = False,
+    patch: Annotated[
+        bool, typer.Option("--patch", help="The same as a diff for `git apply`.")
+    ] = False,
+    hardware: Annotated[
+        str | None, typer.Option(help="Preset, or a file written by calibration.")
+    ] = None,
+    samples_per_step: Annotated[
+        float | None, typer.Option(help="Samples of a step, for the throughput.")
+    ] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
 ) -> None:
-    """Says what a plan moves, from which source line and rule, what each device stores, and why no preset is better."""
+    """Says what a plan moves, from which source line and rule, what each device stores, and why no
+    preset is better.
+    """
     loaded = SpecTable.load(table)
     axes = loaded.mesh.axes
-    use_cpu_devices(cpu_devices if cpu_devices is None else max(cpu_devices, math.prod(axes.values())))
+    use_cpu_devices(
+        cpu_devices if cpu_devices is None else max(cpu_devices, math.prod(axes.values()))
+    )
     known = set(inspect.signature(apply).parameters)
     arguments: dict[str, Any] = {k: v for k, v in call_factory(factory).items() if k in known}
-    arguments |= {"mesh": ",".join(f"{name}={size}" for name, size in axes.items()), "layout": loaded}
+    arguments |= {
+        "mesh": ",".join(f"{name}={size}" for name, size in axes.items()),
+        "layout": loaded,
+    }
     if samples_per_step is not None:
         arguments["samples_per_step"] = samples_per_step
     plan = apply(**arguments)
@@ -41,4 +58,6 @@ def explain(
     elif minimal:
         typer.echo(str(plan.minimise()))
     else:
-        typer.echo(str(plan.explain(leaf, hardware=hardware) if leaf else plan.explain(hardware=hardware)))
+        typer.echo(
+            str(plan.explain(leaf, hardware=hardware) if leaf else plan.explain(hardware=hardware))
+        )

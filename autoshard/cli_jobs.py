@@ -39,18 +39,24 @@ What = Annotated[str, typer.Argument(help=JOB)]
 Storage = Annotated[
     str | None,
     typer.Option(
-        envvar="AUTOSHARD_STORAGE", help="journal:PATH, sqlite:///PATH, postgresql://... or grpc://host:port."
+        envvar="AUTOSHARD_STORAGE",
+        help="journal:PATH, sqlite:///PATH, postgresql://... or grpc://host:port.",
     ),
 ]
 Study = Annotated[str | None, typer.Option(help="Name of the study in the storage.")]
-Mesh = Annotated[str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")]
+Mesh = Annotated[
+    str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")
+]
 Target = Annotated[str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")]
-Compiled = Annotated[int | None, typer.Option(help="Candidates to compile, by all workers together.")]
+Compiled = Annotated[
+    int | None, typer.Option(help="Candidates to compile, by all workers together.")
+]
 Measured = Annotated[int | None, typer.Option(help="Candidates to measure.")]
 Seed = Annotated[int | None, typer.Option(help="Of the sampler.")]
 CpuDevices = Annotated[int | None, typer.Option(help="Work on this many CPU devices.")]
 Lease = Annotated[
-    float | None, typer.Option(help="Seconds without a sign of life after which a worker has lost its task.")
+    float | None,
+    typer.Option(help="Seconds without a sign of life after which a worker has lost its task."),
 ]
 Distributed = Annotated[
     str | None,
@@ -67,7 +73,8 @@ def worker(
     storage: Storage = None,
     study: Study = None,
     needs: Annotated[
-        str | None, typer.Option(help="What this worker does, of predict,compile,measure; by default all.")
+        str | None,
+        typer.Option(help="What this worker does, of predict,compile,measure; by default all."),
     ] = None,
     mesh: Mesh = None,
     target: Target = None,
@@ -79,19 +86,27 @@ def worker(
     lease: Lease = None,
     run_timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds until verifying or measuring a candidate has failed.", show_default="3600"),
+        typer.Option(
+            help="Seconds until verifying or measuring a candidate has failed.", show_default="3600"
+        ),
     ] = None,
-    restarts: Annotated[int, typer.Option(help="Start again this often after an abort or a kill.")] = 10,
+    restarts: Annotated[
+        int, typer.Option(help="Start again this often after an abort or a kill.")
+    ] = 10,
     log_json: LogJson = False,
 ) -> None:
-    """Works on a shared study until it is finished; start any number, anywhere, and stop them at will."""
+    """Works on a shared study until it is finished; start any number, anywhere, and stop them at
+    will.
+    """
     log_events(logging.INFO, as_json=log_json)
     if restarts:
         own = [a for a in sys.argv[1:] if not a.startswith("--restarts=")]
         if "--restarts" in own:
             at = own.index("--restarts")
             del own[at : at + 2]
-        raise typer.Exit(supervise([sys.executable, "-m", "autoshard", *own, "--restarts", "0"], restarts))
+        raise typer.Exit(
+            supervise([sys.executable, "-m", "autoshard", *own, "--restarts", "0"], restarts)
+        )
     options: dict[str, Any] = {
         "storage": storage, "study": study, "mesh": mesh, "target": target, "compiled": compiled,
         "measured": measured, "seed": seed, "cpu_devices": cpu_devices,
@@ -103,7 +118,9 @@ def worker(
     if job.run_timeout_s is None:
         job = job.updated({"run_timeout_s": RUN_TIMEOUT_S})
     if job.storage is None:
-        raise ArgumentError("a worker needs the storage of its study: pass --storage, or name it in the job file.")
+        raise ArgumentError(
+            "a worker needs the storage of its study: pass --storage, or name it in the job file."
+        )
     plan = with_job(job, progress=False)
     if jax.process_index() != 0:
         return
@@ -140,16 +157,23 @@ def finish(
     }  # fmt: skip
     job = read_job(what, options)
     if job.storage is None:
-        raise ArgumentError("there is no study to finish: pass --storage, or name it in the job file.")
+        raise ArgumentError(
+            "there is no study to finish: pass --storage, or name it in the job file."
+        )
     if job.out is None:
-        raise ArgumentError("where to save the table: pass --out specs/step.json, or write out = ... in the job file.")
+        raise ArgumentError(
+            "where to save the table: pass --out specs/step.json, or write out = ... in the job "
+            "file."
+        )
     plan = with_job(job, again=True, progress=False)
     if jax.process_index() == 0:
         sys.stdout.write(f"{plan}\n")
 
 
 def with_job(job: Job, *, again: bool = False, progress: bool = True) -> Any:
-    """Runs a job in a process of the command line: its devices, its cache, and its hand-back when it is pre-empted."""
+    """Runs a job in a process of the command line: its devices, its cache, and its hand-back when
+    it is pre-empted.
+    """
     use_cpu_devices(job.cpu_devices)
     use_processes(job.distributed)
     if job.distributed is not None and jax.process_index() != 0:
@@ -169,23 +193,33 @@ def _preempted(number: int, frame: FrameType | None) -> None:
 
 
 def status(
-    storage: Annotated[str, typer.Option(envvar="AUTOSHARD_STORAGE", help="Where the study is kept.")],
+    storage: Annotated[
+        str, typer.Option(envvar="AUTOSHARD_STORAGE", help="Where the study is kept.")
+    ],
     study: Study = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every few seconds.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every few seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Shows how a study stands: what is done and rejected, what runs where, the best so far, the time left."""
+    """Shows how a study stands: what is done and rejected, what runs where, the best so far, the
+    time left.
+    """
     name = study or _only_study(storage)
     with Tasks(storage, name, create=False) as tasks:
         if not watch:
             standing = standing_of(tasks)
-            sys.stdout.write((json.dumps(standing_json(standing)) if as_json else standing_text(standing)) + "\n")
+            sys.stdout.write(
+                (json.dumps(standing_json(standing)) if as_json else standing_text(standing)) + "\n"
+            )
             return
         _watch(tasks, name, as_json=as_json)
 
 
 def _watch(tasks: Tasks, name: str, *, as_json: bool) -> None:
-    """Shows how a study stands until Ctrl-C: in place on a terminal, else again whenever it has changed."""
+    """Shows how a study stands until Ctrl-C: in place on a terminal, else again whenever it has
+    changed.
+    """
     console, shown = Console(), ""
 
     def text() -> str:
@@ -212,5 +246,8 @@ def _only_study(storage: str) -> str:
     close_storage(opened)
     if len(names) != 1:
         listed = ", ".join(names) or "none"
-        raise StudyError(f"{without_password(storage)} has {len(names)} studies ({listed}); name one with --study.")
+        raise StudyError(
+            f"{without_password(storage)} has {len(names)} studies ({listed}); name one with "
+            f"--study."
+        )
     return names[0]

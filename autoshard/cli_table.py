@@ -24,12 +24,18 @@ Table = Annotated[Path, typer.Argument(help="A spec table.")]
 def check(
     table: Table,
     factory: Annotated[str, typer.Argument(help=FACTORY)],
-    mesh: Annotated[str | None, typer.Option(help="Another mesh than the table's, such as data=4,model=2.")] = None,
-    cpu_devices: Annotated[int | None, typer.Option(help="CPU devices to check on; by default what is needed.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Another mesh than the table's, such as data=4,model=2.")
+    ] = None,
+    cpu_devices: Annotated[
+        int | None, typer.Option(help="CPU devices to check on; by default what is needed.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Checks a table against the code; exits with 1 if it does not fit. For CI: no accelerator, no search."""
+    """Checks a table against the code; exits with 1 if it does not fit. For CI: no accelerator, no
+    search.
+    """
     loaded = SpecTable.load(table)
     axes = loaded.mesh.axes if mesh is None else parse_axes(mesh)
     use_cpu_devices(math.prod(axes.values()) if cpu_devices is None else cpu_devices)
@@ -39,11 +45,17 @@ def check(
     findings = check_table(loaded, **arguments)
     failed = [f for f in findings if f.fatal or strict]
     if as_json:
-        typer.echo(json.dumps([{"kind": f.kind, "fatal": f.fatal, "text": f.text} for f in findings], indent=1))
+        typer.echo(
+            json.dumps(
+                [{"kind": f.kind, "fatal": f.fatal, "text": f.text} for f in findings], indent=1
+            )
+        )
     else:
         for finding in findings:
             typer.echo(str(finding))
-        typer.echo(f"{table}: {'does not fit' if failed else 'fits'} {factory} ({len(findings)} findings)")
+        typer.echo(
+            f"{table}: {'does not fit' if failed else 'fits'} {factory} ({len(findings)} findings)"
+        )
     if failed:
         raise typer.Exit(1)
 
@@ -57,8 +69,12 @@ def diff(old: Table, new: Annotated[Path, typer.Argument(help="Another one.")]) 
 def export(
     table: Table,
     to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMS)}.")],
-    argument: Annotated[str | None, typer.Option(help="One argument only, with paths relative to it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write; by default standard output.")] = None,
+    argument: Annotated[
+        str | None, typer.Option(help="One argument only, with paths relative to it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; by default standard output.")
+    ] = None,
 ) -> None:
     """Writes a table as what other tools read."""
     text = export_table(SpecTable.load(table), to, argument)

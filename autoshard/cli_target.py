@@ -1,4 +1,6 @@
-"""`autoshard capture-target`: the GPUs of this machine, written down so that others can plan for them."""
+"""`autoshard capture-target`: the GPUs of this machine, written down so that others can plan for
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from autoshard.errors import TargetError
 def capture_target(
     out: Annotated[Path, typer.Option(help="Where to write the description (text).")],
 ) -> None:
-    """Writes a description of this machine's GPUs; plan for them elsewhere with --target gpu:FILE:HOSTSxGPUS."""
+    """Writes a description of this machine's GPUs; plan for them elsewhere with --target
+    gpu:FILE:HOSTSxGPUS.
+    """
     devices = jax.local_devices()
     description = compat.gpu_target_config(devices)
     if description is None:
         raise TargetError(
-            f"capture-target describes the GPUs of the machine it runs on, but jax sees {len(devices)} "
-            f"{devices[0].platform} devices here. Run it on a machine with GPUs, with jax[cuda12] installed."
+            f"capture-target describes the GPUs of the machine it runs on, but jax sees "
+            f"{len(devices)} "
+            f"{devices[0].platform} devices here. Run it on a machine with GPUs, with jax[cuda12] "
+            f"installed."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(description, encoding="utf-8")
-    typer.echo(f"{out}: {devices[0].device_kind}. Plan for it with --target gpu:{out}:1x{len(devices)}.")
+    typer.echo(
+        f"{out}: {devices[0].device_kind}. Plan for it with --target gpu:{out}:1x{len(devices)}."
+    )

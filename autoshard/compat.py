@@ -1,7 +1,9 @@
-"""The differences between jax 0.10 and 0.12 jaxprs, and the few jax internals autoshard needs, behind one door.
+"""The differences between jax 0.10 and 0.12 jaxprs, and the few jax internals autoshard needs,
+behind one door.
 
-jax 0.10 puts `ClosedJaxpr` into equation parameters and `num_consts`/`num_carry` into `scan`; 0.12 puts plain `Jaxpr`
-(which answers `.jaxpr` and `.consts` itself) and `ft_in`/`ft_out`. Only this module and `trace` import `jax.extend`.
+jax 0.10 puts `ClosedJaxpr` into equation parameters and `num_consts`/`num_carry` into `scan`; 0.12
+puts plain `Jaxpr` (which answers `.jaxpr` and `.consts` itself) and `ft_in`/`ft_out`. Only this
+module and `trace` import `jax.extend`.
 """
 
 from __future__ import annotations
@@ -51,18 +53,22 @@ def is_jaxpr(value: object) -> bool:
 
 
 def replace_jaxpr(old: Any, new_open: Any) -> Any:
-    """A jaxpr of the kind of `old` (closed or plain) with the body `new_open` and the constants of `old`."""
+    """A jaxpr of the kind of `old` (closed or plain) with the body `new_open` and the constants of
+    `old`.
+    """
     if isinstance(old, core.ClosedJaxpr) and open_jaxpr(old) is not old:
         return core.ClosedJaxpr(new_open, old.consts)
-    lost = consts_of(old) and not consts_of(new_open)  # jax 0.12 makes plain inputs of constvars that are replaced
+    lost = consts_of(old) and not consts_of(
+        new_open
+    )  # jax 0.12 makes plain inputs of constvars that are replaced
     return new_open.with_consts(consts_of(old)) if lost else new_open
 
 
 def map_jaxprs(params: Mapping[str, Any], transform: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Parameters with every jaxpr replaced by `transform(name, jaxpr)`.
 
-    Only jaxprs and *exact* tuples of jaxprs are touched; named tuples of jaxprs (`custom_linear_solve`) stay as they
-    are.
+    Only jaxprs and *exact* tuples of jaxprs are touched; named tuples of jaxprs
+    (`custom_linear_solve`) stay as they are.
     """
     changed = dict(params)
     for key, value in params.items():
@@ -82,9 +88,11 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as in the call.
+    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as in
+    the call.
 
-    Inside jax's own jitted functions (`take_along_axis`) no line is the user's: there the line of the call stands in.
+    Inside jax's own jitted functions (`take_along_axis`) no line is the user's: there the line of
+    the call stands in.
     """
     info = eqn.source_info
     stack = outer.source_info.name_stack + info.name_stack
@@ -96,11 +104,16 @@ def one_device_only(eqn: JaxprEqn) -> bool:
     """True for an equation with an ordered effect that jax refuses on more than one device."""
     from jax._src.effects import ordered_effects, shardable_ordered_effects
 
-    return any(ordered_effects.contains(e) and not shardable_ordered_effects.contains(e) for e in eqn.effects)
+    return any(
+        ordered_effects.contains(e) and not shardable_ordered_effects.contains(e)
+        for e in eqn.effects
+    )
 
 
 def jit_options(fn: object) -> dict[str, Any]:
-    """`static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` of a jitted function; {} of others."""
+    """`static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` of a jitted
+    function; {} of others.
+    """
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     info = getattr(fn, "_jit_info", None)
     return {name: getattr(info, name) for name in names if getattr(info, name, None)}
@@ -146,7 +159,9 @@ def itemsize_of(aval: Any) -> int:
 
 
 def user_spec(eqn: JaxprEqn, mesh: jax.sharding.Mesh) -> PartitionSpec | None:
-    """The PartitionSpec of a `sharding_constraint` equation; None where it is none, or on another mesh."""
+    """The PartitionSpec of a `sharding_constraint` equation; None where it is none, or on another
+    mesh.
+    """
     sharding = eqn.params.get("sharding")
     if not isinstance(sharding, NamedSharding):
         return None
@@ -158,7 +173,9 @@ def user_spec(eqn: JaxprEqn, mesh: jax.sharding.Mesh) -> PartitionSpec | None:
 
 
 class ConstraintMaker:
-    """Makes `sharding_constraint` equations, with the primitive and parameters taken from a traced one."""
+    """Makes `sharding_constraint` equations, with the primitive and parameters taken from a traced
+    one.
+    """
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self._mesh = mesh
@@ -171,8 +188,12 @@ class ConstraintMaker:
         if key not in self._templates:
             sharding = NamedSharding(self._mesh, spec)
             aval = jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32)
-            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # not the caller's, which may be Explicit
-                traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(aval)
+            with jax.sharding.use_abstract_mesh(
+                self._mesh.abstract_mesh
+            ):  # not the caller's, which may be Explicit
+                traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+                    aval
+                )
             (self._templates[key],) = traced.jaxpr.eqns
         return self._templates[key].replace(
             invars=[source], outvars=[result], source_info=anchor.source_info, ctx=anchor.ctx
@@ -193,11 +214,13 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 
 def plain(closed: Any) -> Any:
-    """The closed jaxpr as jax's own lowering first makes it: no high-level primitives, no mutable arrays.
+    """The closed jaxpr as jax's own lowering first makes it: no high-level primitives, no mutable
+    arrays.
 
-    High-level primitives (`lax.custom_root` on jax 0.12) become what they stand for; reads and writes of mutable
-    arrays that the program makes itself (`jax.new_ref`) become pure updates. The effects of the latter name variables,
-    and would not survive a renaming. The references of kernels (pallas_call) stay: they belong to the kernel.
+    High-level primitives (`lax.custom_root` on jax 0.12) become what they stand for; reads and
+    writes of mutable arrays that the program makes itself (`jax.new_ref`) become pure updates. The
+    effects of the latter name variables, and would not survive a renaming. The references of
+    kernels (pallas_call) stay: they belong to the kernel.
     """
     from jax._src.interpreters import partial_eval
     from jax._src.state.discharge import discharge_state
@@ -209,7 +232,9 @@ def plain(closed: Any) -> Any:
             for eqn in jaxpr.eqns
         )
 
-    if open_jaxpr(closed).is_high and not any(aval.is_high for aval in (*closed.in_avals, *closed.out_avals)):
+    if open_jaxpr(closed).is_high and not any(
+        aval.is_high for aval in (*closed.in_avals, *closed.out_avals)
+    ):
         closed = partial_eval.lower_jaxpr2(closed)
     return discharge_state(closed) if uses_refs(open_jaxpr(closed)) else closed
 
@@ -217,16 +242,20 @@ def plain(closed: Any) -> Any:
 def operand_values(eqn: JaxprEqn) -> tuple[Any, ...]:
     """By operand, the value of a literal, else shape and dtype."""
     return tuple(
-        atom.val if is_literal(atom) else jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars
+        atom.val if is_literal(atom) else jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+        for atom in eqn.invars
     )
 
 
-def as_call(eqn: JaxprEqn, result_shapes: Sequence[tuple[int, ...]] | None = None) -> Callable[..., tuple[Any, ...]]:
+def as_call(
+    eqn: JaxprEqn, result_shapes: Sequence[tuple[int, ...]] | None = None
+) -> Callable[..., tuple[Any, ...]]:
     """The equation as a function of its operands.
 
     Args:
         eqn: Any equation.
-        result_shapes: What the results are to be, for primitives whose parameters state that (`ffi_call`).
+        result_shapes: What the results are to be, for primitives whose parameters state that
+            (`ffi_call`).
     """
     params = dict(eqn.params)
     if result_shapes is not None and "result_avals" in params:
@@ -242,7 +271,11 @@ def as_call(eqn: JaxprEqn, result_shapes: Sequence[tuple[int, ...]] | None = Non
 
 def jaxprs_in(params: Mapping[str, Any]) -> tuple[Any, ...]:
     """Every jaxpr among the parameters of an equation, opened; those in tuples too."""
-    values = [item for value in params.values() for item in (value if isinstance(value, tuple) else (value,))]
+    values = [
+        item
+        for value in params.values()
+        for item in (value if isinstance(value, tuple) else (value,))
+    ]
     return tuple(open_jaxpr(value) for value in values if is_jaxpr(value))
 
 
@@ -251,7 +284,8 @@ def evaluate_result(jaxpr: Any, inputs: np.ndarray, result: int) -> np.ndarray:
 
     Args:
         jaxpr: Open or closed, without captured constants.
-        inputs: [inputs, points]; inputs that the result does not depend on may be left out at the end.
+        inputs: [inputs, points]; inputs that the result does not depend on may be left out at the
+            end.
         result: Position of the result.
     """
     jaxpr = open_jaxpr(jaxpr)
@@ -277,7 +311,9 @@ def evaluate_result(jaxpr: Any, inputs: np.ndarray, result: int) -> np.ndarray:
 
 
 class ShardMapMaker:
-    """Makes `shard_map` equations: a call on the pieces of its operands, manual over all mesh axes."""
+    """Makes `shard_map` equations: a call on the pieces of its operands, manual over all mesh
+    axes.
+    """
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self._mesh = mesh
@@ -302,7 +338,10 @@ class ShardMapMaker:
         """
         if self._context is None:
             probe = self._traced(
-                jax.lax.neg, [jax.ShapeDtypeStruct((), np.float32)], (PartitionSpec(),), PartitionSpec()
+                jax.lax.neg,
+                [jax.ShapeDtypeStruct((), np.float32)],
+                (PartitionSpec(),),
+                PartitionSpec(),
             )
             self._context = open_jaxpr(probe.params["jaxpr"]).eqns[0].ctx
         call = as_call(piece.replace(params=_in_context(piece.params, self._context)))
@@ -313,29 +352,44 @@ class ShardMapMaker:
 
         avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
         made = self._traced(body, avals, tuple(operands), tuple(results))
-        return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+        return made.replace(
+            invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
+        )
 
-    def _traced(self, body: Callable[..., Any], avals: Sequence[Any], in_specs: Any, out_specs: Any) -> JaxprEqn:
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # not the caller's, which may be Explicit
-            mapped = jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def _traced(
+        self, body: Callable[..., Any], avals: Sequence[Any], in_specs: Any, out_specs: Any
+    ) -> JaxprEqn:
+        with jax.sharding.use_abstract_mesh(
+            self._mesh.abstract_mesh
+        ):  # not the caller's, which may be Explicit
+            mapped = jax.shard_map(
+                body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
             (made,) = jax.make_jaxpr(mapped)(*avals).jaxpr.eqns
         return made
 
 
 def _in_context(params: Mapping[str, Any], context: Any) -> dict[str, Any]:
-    """Parameters whose jaxprs (a kernel's and its index maps') were traced in another context: that of a `shard_map`.
+    """Parameters whose jaxprs (a kernel's and its index maps') were traced in another context: that
+    of a `shard_map`.
 
     Without it jax finds that a kernel's equations are not manual over the mesh axes.
     """
 
     def moved(jaxpr: Any) -> Any:
-        eqns = [eqn.replace(ctx=context, params=_in_context(eqn.params, context)) for eqn in open_jaxpr(jaxpr).eqns]
+        eqns = [
+            eqn.replace(ctx=context, params=_in_context(eqn.params, context))
+            for eqn in open_jaxpr(jaxpr).eqns
+        ]
         return replace_jaxpr(jaxpr, open_jaxpr(jaxpr).replace(eqns=eqns))
 
     changed = map_jaxprs(params, lambda _, jaxpr: moved(jaxpr))
     if "grid_mapping" in changed:
         mapping = changed["grid_mapping"]
-        blocks = (block.replace(index_map_jaxpr=moved(block.index_map_jaxpr)) for block in mapping.block_mappings)
+        blocks = (
+            block.replace(index_map_jaxpr=moved(block.index_map_jaxpr))
+            for block in mapping.block_mappings
+        )
         changed["grid_mapping"] = mapping.replace(block_mappings=tuple(blocks))
     return changed
 
@@ -361,8 +415,12 @@ class CompileRequest:
     device_ids: tuple[int, ...]
 
 
-def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None) -> CompileRequest | None:
-    """What another process needs to compile a lowered program; None if it calls back into this one."""
+def compile_request(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None
+) -> CompileRequest | None:
+    """What another process needs to compile a lowered program; None if it calls back into this
+    one.
+    """
     from jax._src.interpreters import pxla
 
     if calls_python(lowered):
@@ -382,7 +440,9 @@ def compile_request(lowered: jax.stages.Lowered, compiler_options: Mapping[str, 
         np.array(devices, dtype=object),
         {**dict(computation._compiler_options_kvs), **(compiler_options or {})},
     )
-    return CompileRequest(module_bytes(lowered), options.SerializeAsString(), tuple(device.id for device in devices))
+    return CompileRequest(
+        module_bytes(lowered), options.SerializeAsString(), tuple(device.id for device in devices)
+    )
 
 
 def module_bytes(lowered: jax.stages.Lowered) -> bytes:
@@ -395,7 +455,9 @@ def module_bytes(lowered: jax.stages.Lowered) -> bytes:
 
 @contextlib.contextmanager
 def parsed_module(module: bytes) -> Iterator[Any]:
-    """The MLIR module of `module_bytes`, with the dialects of jax known, while the context lasts."""
+    """The MLIR module of `module_bytes`, with the dialects of jax known, while the context
+    lasts.
+    """
     from jax._src.interpreters import mlir
     from jax.extend.mlir import ir
 
@@ -404,7 +466,9 @@ def parsed_module(module: bytes) -> Iterator[Any]:
 
 
 def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]) -> Any:
-    """Compiles a program that another process lowered, on these devices by id; it can be asked for text and memory."""
+    """Compiles a program that another process lowered, on these devices by id; it can be asked for
+    text and memory.
+    """
     from jax._src import stages
     from jaxlib import xla_client
 
@@ -422,7 +486,9 @@ def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]
         with parsed_module(request.module) as module:
             executable = client.compile(module, executable_devices=targets, compile_options=options)
     else:
-        executable = client.compile_and_load(request.module, executable_devices=targets, compile_options=options)
+        executable = client.compile_and_load(
+            request.module, executable_devices=targets, compile_options=options
+        )
     return Sent()
 
 
@@ -444,7 +510,9 @@ def gpu_target_config(devices: Sequence[jax.Device]) -> str | None:
 
 
 def quick_compile_options() -> dict[str, Any]:
-    """What makes the TPU compiler skip its optimisations; jax 0.10 takes O0 as its number in XLA, 0.12 by name."""
+    """What makes the TPU compiler skip its optimisations; jax 0.10 takes O0 as its number in XLA,
+    0.12 by name.
+    """
     major, minor = map(int, jax.__version__.split(".")[:2])
     return {"optimization_level": 9 if (major, minor) < (0, 11) else "O0"}
 

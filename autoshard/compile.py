@@ -1,7 +1,9 @@
-"""Stage 8, second half: lowers and compiles a layout with real `jit` shardings, and reads the truth from the program.
+"""Stage 8, second half: lowers and compiles a layout with real `jit` shardings, and reads the truth
+from the program.
 
-One builder serves the search and the plan, so what the search compiled is what the plan runs. On a mesh with Explicit
-axes the function is wrapped in `jax.sharding.auto_axes`: it takes and returns Explicit arrays.
+One builder serves the search and the plan, so what the search compiled is what the plan runs. On a
+mesh with Explicit axes the function is wrapped in `jax.sharding.auto_axes`: it takes and returns
+Explicit arrays.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Reading:
     Attributes:
         figures: Its numbers.
         ops: Its collectives.
-        cycles: The compiler's estimate of all that is no collective, trip counts included; None where it makes none.
+        cycles: The compiler's estimate of all that is no collective, trip counts included; None
+            where it makes none.
         full_remat_warnings: "Involuntary full rematerialization" warnings of the partitioner.
     """
 
@@ -103,8 +106,12 @@ class Compiled:
     evidence: CompiledEvidence
 
 
-def build(traced: Traced, layout: Layout, mesh: MeshInfo, constraints: Constraints | None = None) -> Built:
-    """The layout as a jitted function, with other constraints than its own if given; compiles nothing yet."""
+def build(
+    traced: Traced, layout: Layout, mesh: MeshInfo, constraints: Constraints | None = None
+) -> Built:
+    """The layout as a jitted function, with other constraints than its own if given; compiles
+    nothing yet.
+    """
     stated = constraints_for(layout) if constraints is None else constraints
     closed = insert_constraints(traced.program, stated, mesh.auto)
     function = as_function(closed, traced.program.name)
@@ -116,7 +123,12 @@ def build(traced: Traced, layout: Layout, mesh: MeshInfo, constraints: Constrain
         wrapped = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
         wrapped.__name__ = wrapped.__qualname__ = traced.program.name
     donated = tuple(i for i, gone in enumerate(traced.call.donated) if gone)
-    jitted = jax.jit(wrapped, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=donated)
+    jitted = jax.jit(
+        wrapped,
+        in_shardings=in_shardings,
+        out_shardings=list(out_shardings),
+        donate_argnums=donated,
+    )
     return Built(jitted, function, in_shardings, out_shardings, traced.call.avals)
 
 
@@ -136,14 +148,19 @@ def compile_built(
         time_of: Seconds of a step given the program's collectives.
 
     Returns:
-        The executable with its evidence. Whatever XLA raises comes through: the driver makes a rejection of it.
+        The executable with its evidence. Whatever XLA raises comes through: the driver makes a
+        rejection of it.
     """
     with captured_stderr() as written:
         lowered = built.lower()
         start = time.perf_counter()
-        executable = lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
+        executable = lowered.compile(
+            compiler_options=dict(compiler_options) if compiler_options else None
+        )
         seconds = time.perf_counter() - start
-    reading = read_program(executable.as_text() or "", figures_of(executable, seconds), written(), mesh)
+    reading = read_program(
+        executable.as_text() or "", figures_of(executable, seconds), written(), mesh
+    )
     evidence = evidence_of(reading, mesh, time_of)
     return Compiled(built, executable, evidence)
 
@@ -168,11 +185,20 @@ def figures_of(executable: Any, compile_s: float) -> Figures:
 
 def read_program(text: str, figures: Figures, stderr: str, mesh: MeshInfo) -> Reading:
     """Reads a program's text, and what the compiler wrote to standard error."""
-    return Reading(figures, read_collectives(text, mesh.axes), read_cycles(text), read_full_remat_warnings(stderr))
+    return Reading(
+        figures,
+        read_collectives(text, mesh.axes),
+        read_cycles(text),
+        read_full_remat_warnings(stderr),
+    )
 
 
-def evidence_of(reading: Reading, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None) -> CompiledEvidence:
-    """The evidence in what a program says; `time_of` makes seconds of a step from its collectives."""
+def evidence_of(
+    reading: Reading, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None
+) -> CompiledEvidence:
+    """The evidence in what a program says; `time_of` makes seconds of a step from its
+    collectives.
+    """
     said = reading.figures
     peak = said.argument_bytes + said.output_bytes - said.alias_bytes + said.temp_bytes
     if mesh.platform != "cpu":
@@ -194,7 +220,9 @@ def evidence_of(reading: Reading, mesh: MeshInfo, time_of: Callable[[Sequence[An
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Captures file descriptor 2, where XLA's C++ warnings go and nowhere else; yields a reader of what was written."""
+    """Captures file descriptor 2, where XLA's C++ warnings go and nowhere else; yields a reader of
+    what was written.
+    """
     sys.stderr.flush()
     saved = os.dup(2)
     with tempfile.TemporaryFile() as file:

@@ -1,8 +1,10 @@
-"""What compiled programs said, kept on disk: compiling for hardware that is not here takes seconds to minutes.
+"""What compiled programs said, kept on disk: compiling for hardware that is not here takes seconds
+to minutes.
 
-(jax's own persistent cache writes programs for such targets and cannot read them back.) One small JSON file a program,
-named by a digest of all that it depends on. A file that is missing, cut short or of another form is compiled anew and
-written over; a folder that cannot be written to costs the cache, never the search.
+(jax's own persistent cache writes programs for such targets and cannot read them back.) One small
+JSON file a program, named by a digest of all that it depends on. A file that is missing, cut short
+or of another form is compiled anew and written over; a folder that cannot be written to costs the
+cache, never the search.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from autoshard.compile import Reading
 from autoshard.target import Target
 
 FORMAT = 2
-"""Of the files, and of how a program's text is read: raise it where `hlo` reads another number from the same text."""
+"""Of the files, and of how a program's text is read: raise it where `hlo` reads another number from
+the same text."""
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
@@ -55,7 +58,9 @@ def default_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "autoshard"
 
 
-def program_key(text: str, options: Mapping[str, Any], mesh_axes: Mapping[str, int], target: Target) -> str:
+def program_key(
+    text: str, options: Mapping[str, Any], mesh_axes: Mapping[str, int], target: Target
+) -> str:
     """Digest of what the outcome of a compilation depends on.
 
     Args:

@@ -1,4 +1,6 @@
-"""Compiles many candidates for a target at once, in processes of their own, and remembers what came of it on disk."""
+"""Compiles many candidates for a target at once, in processes of their own, and remembers what came
+of it on disk.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ Outcome = Reading | Refusal | Failure
 
 
 class CompilePool:
-    """Processes that compile for one target; a context manager. Each is started when it is first needed."""
+    """Processes that compile for one target; a context manager. Each is started when it is first
+    needed.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,9 @@ class CompilePool:
             raise TargetError("a CompilePool compiles for targets; this mesh has real devices.")
         self._mesh, self._target, self._cache = mesh, mesh.target, cache
         count = workers or len(os.sched_getaffinity(0))
-        self._workers = [Isolation(mesh, timeout_s=timeout_s, memory_bytes=memory_bytes) for _ in range(count)]
+        self._workers = [
+            Isolation(mesh, timeout_s=timeout_s, memory_bytes=memory_bytes) for _ in range(count)
+        ]
         self._idle: queue.SimpleQueue[Isolation] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -70,13 +76,19 @@ class CompilePool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         for worker in self._workers:
             worker.__exit__(kind, error, traceback)
 
     def compile(
-        self, jobs: Sequence[Job], on_done: Callable[[int, Outcome], None], late: Callable[[], bool] = lambda: False
+        self,
+        jobs: Sequence[Job],
+        on_done: Callable[[int, Outcome], None],
+        late: Callable[[], bool] = lambda: False,
     ) -> None:
         """Compiles; each outcome is handed over as soon as it is known.
 
@@ -116,7 +128,10 @@ class CompilePool:
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}")
         if request is None:
-            return Failure("the program calls back into Python, which no compiler does for hardware that is not here")
+            return Failure(
+                "the program calls back into Python, which no compiler does for hardware that is "
+                "not here"
+            )
         worker = self._idle.get()
         try:
             found = worker.read(request)
@@ -136,7 +151,8 @@ class CompilePool:
 
 
 def read_refusal(message: str) -> Refusal | None:
-    """The numbers in the compiler's word that a program does not fit; None where the message says something else.
+    """The numbers in the compiler's word that a program does not fit; None where the message says
+    something else.
 
     >>> read_refusal("RESOURCE_EXHAUSTED: ... HLO temporaries (186.22G) exceeds available HBM (15.75G).")
     Refusal(needed_bytes=199952202465, available_bytes=16911433728)

@@ -1,8 +1,9 @@
-"""The process that `isolate` keeps beside the search: partitions or compiles what it is sent, and answers with figures.
+"""The process that `isolate` keeps beside the search: partitions or compiles what it is sent, and
+answers with figures.
 
-Started as `python -m autoshard.compile_worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the devices that the
-process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what compilers and libraries print cannot
-get between the messages. It ends when the other end is closed.
+Started as `python -m autoshard.compile_worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the
+devices that the process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what
+compilers and libraries print cannot get between the messages. It ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from autoshard.target_topology import open_devices
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to do with a program: compile it, or else run Shardy's passes on this module for a mesh."""
+    """What to do with a program: compile it, or else run Shardy's passes on this module for a
+    mesh.
+    """
 
     compile: compat.CompileRequest | None = None
     module: bytes = b""
@@ -38,7 +41,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a program: figures and text of the compiled one, what Shardy decided, or the error raised."""
+    """What came of a program: figures and text of the compiled one, what Shardy decided, or the
+    error raised.
+    """
 
     figures: Figures | None = None
     text: str = ""
@@ -55,7 +60,9 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
         file_descriptor: The pipe's end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search decides what an interruption means
-    with contextlib.suppress(OSError):  # where memory runs out, the kernel is to end this process, not the search
+    with contextlib.suppress(
+        OSError
+    ):  # where memory runs out, the kernel is to end this process, not the search
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection: Connection = Connection(file_descriptor)
     if where.startswith("{"):
@@ -70,7 +77,11 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
             request = msgspec.msgpack.decode(connection.recv_bytes(), type=Request)
         except EOFError:
             return
-        reply = _compiled(request.compile, devices) if request.compile is not None else _partitioned(request)
+        reply = (
+            _compiled(request.compile, devices)
+            if request.compile is not None
+            else _partitioned(request)
+        )
         connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
@@ -78,7 +89,9 @@ def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device])
     start = time.perf_counter()
     try:
         executable = compat.compile_requested(request, devices)
-        return Reply(figures_of(executable, time.perf_counter() - start), executable.as_text() or "")
+        return Reply(
+            figures_of(executable, time.perf_counter() - start), executable.as_text() or ""
+        )
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")
 
@@ -89,7 +102,11 @@ def _partitioned(request: Request) -> Reply:
             found = partition_module(module, request.mesh_axes)
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")
-    return Reply(error=found.reason) if isinstance(found, PartitionFailure) else Reply(partitioned=found)
+    return (
+        Reply(error=found.reason)
+        if isinstance(found, PartitionFailure)
+        else Reply(partitioned=found)
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Stage 8: which constraints a layout puts inside the function, as data: the work, then the store.
 
-At each anchor (contraction, convolution, gather, scatter) both operands and the raw result are stated as the work is
-split, then the result in its own spec where the two differ; loop carries are stated in their own spec. One constraint
-on the result alone would leave XLA to choose other work. Where a rule's mesh axis does not divide, the dimension is
-left UNCONSTRAINED, never pinned replicated. A kernel that the partitioner cannot split is put into a `shard_map` over
-its pieces, where the layout splits its work.
+At each anchor (contraction, convolution, gather, scatter) both operands and the raw result are
+stated as the work is split, then the result in its own spec where the two differ; loop carries are
+stated in their own spec. One constraint on the result alone would leave XLA to choose other work.
+Where a rule's mesh axis does not divide, the dimension is left UNCONSTRAINED, never pinned
+replicated. A kernel that the partitioner cannot split is put into a `shard_map` over its pieces,
+where the layout splits its work.
 """
 
 from __future__ import annotations
@@ -40,18 +41,22 @@ ANCHORS = frozenset(
     }
 )
 CUT_KERNELS = frozenset({"pallas_call", "ffi_call"})
-"""Kernels that go into a `shard_map` where their work is split; the partitioner would run them whole."""
+"""Kernels that go into a `shard_map` where their work is split; the partitioner would run them
+whole."""
 
 SHIFTS = COPIES | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
-"""Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand or result.
+"""Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand or
+result.
 
-Otherwise the partitioner would carry the split on to the other side, which is another logical axis, and on to the next
-anchor.
+Otherwise the partitioner would carry the split on to the other side, which is another logical axis,
+and on to the next anchor.
 """
 _FREE_WHOLE = ANCHORS - {"conv_general_dilated"}
-"""Anchors whose WHOLE loops are left to the partitioner, which looks up rows of a split table without gathering it.
+"""Anchors whose WHOLE loops are left to the partitioner, which looks up rows of a split table
+without gathering it.
 
-A convolution states them: where the space of a kernel gradient stays split, XLA's partitioner adds up all devices,
+A convolution states them: where the space of a kernel gradient stays split, XLA's partitioner adds
+    up all devices,
 copies included (jax 0.10.2 and 0.12.0.1, split over 4 of 4x2 devices: exactly twice the gradient).
 """
 
@@ -62,22 +67,36 @@ def constraints_for(layout: Layout) -> Constraints:
         return Constraints({})
     program = layout.problem.program
     eqns = {e.index: _anchor(layout, e) for e in program.eqns if e.primitive in ANCHORS}
-    eqns |= {e.index: _anchor(layout, e) for e in program.eqns if e.primitive in SHIFTS and _shifts_split(layout, e)}
+    eqns |= {
+        e.index: _anchor(layout, e)
+        for e in program.eqns
+        if e.primitive in SHIFTS and _shifts_split(layout, e)
+    }
     eqns |= {e.index: _kernel(layout, e) for e in program.eqns if e.primitive in CUT_KERNELS}
     outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = {}
     for eqn in program.eqns:
         carried = {out.index for _, out in eqn.carries}
         for number, body in enumerate(eqn.bodies):
-            stated = {i: _stored(layout, out) for i, out in enumerate(body.outputs) if _is_carry(layout, out, carried)}
+            stated = {
+                i: _stored(layout, out)
+                for i, out in enumerate(body.outputs)
+                if _is_carry(layout, out, carried)
+            }
             if stated and body.name != "cond_jaxpr":
                 outputs[eqn.index, number] = stated
     return Constraints({i: c for i, c in eqns.items() if c is not None}, outputs)
 
 
 def unstated_roles(roles: Roles) -> frozenset[int]:
-    """Roles that no argument, output, anchor or loop carry has: a rule on one of them says nothing to the compiler."""
+    """Roles that no argument, output, anchor or loop carry has: a rule on one of them says nothing
+    to the compiler.
+    """
     program = roles.axes.program
-    stated = {role for v in (*program.body.inputs, *program.body.outputs) for role in roles.of_value[v.index]}
+    stated = {
+        role
+        for v in (*program.body.inputs, *program.body.outputs)
+        for role in roles.of_value[v.index]
+    }
     for eqn in program.eqns:
         if eqn.primitive in ANCHORS | CUT_KERNELS:
             stated |= {role for role, _ in roles.loops(eqn)}
@@ -96,7 +115,9 @@ def _stored(layout: Layout, value: Value) -> PartitionSpec:
 
 
 def _unstated(primitive: str) -> tuple[LoopKind, ...]:
-    return (LoopKind.WHOLE,) if primitive in _FREE_WHOLE and primitive not in attention.RULES else ()
+    return (
+        (LoopKind.WHOLE,) if primitive in _FREE_WHOLE and primitive not in attention.RULES else ()
+    )
 
 
 def leaves_open(primitive: str, rule: DimRule, loops: Sequence[int]) -> bool:
@@ -107,16 +128,20 @@ def leaves_open(primitive: str, rule: DimRule, loops: Sequence[int]) -> bool:
 def closed_dims(primitive: str, rule: DimRule, loops: Sequence[int]) -> frozenset[int]:
     """Dimensions of an operand that an anchor shifts: they are never open.
 
-    Where the work splits one otherwise than the store, the operand is stated as stored first. Else what makes it would
-    be split as the work is, back to the last anchor.
+    Where the work splits one otherwise than the store, the operand is stated as stored first. Else
+    what makes it would be split as the work is, back to the last anchor.
     """
     if primitive not in SHIFTS and primitive != "conv_general_dilated":
         return frozenset()
-    return frozenset(d for d, loop in enumerate(loops) if rule.kinds[loop] in (LoopKind.PERMUTED, LoopKind.WHOLE))
+    return frozenset(
+        d for d, loop in enumerate(loops) if rule.kinds[loop] in (LoopKind.PERMUTED, LoopKind.WHOLE)
+    )
 
 
 def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
-    """Whether the layout splits a PERMUTED loop, or the dimension of an operand or result over which one runs."""
+    """Whether the layout splits a PERMUTED loop, or the dimension of an operand or result over
+    which one runs.
+    """
     axes = layout.problem.roles.axes
     rule = axes.rules[eqn.index]
     if LoopKind.PERMUTED not in rule.kinds or axes.constant[eqn.outputs[0].index]:
@@ -173,8 +198,14 @@ def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     """A kernel by pieces; None where its work is whole."""
     rule, work = layout.problem.roles.axes.rules[eqn.index], layout.work(eqn)
     mesh_axes = layout.problem.mesh_axes
-    cut = {loop: math.prod(mesh_axes[axis] for axis in axes) for loop, axes in enumerate(work.spec) if axes}
-    if not cut or (rule.combine != "add" and any(rule.kinds[loop] is LoopKind.REDUCED for loop in cut)):
+    cut = {
+        loop: math.prod(mesh_axes[axis] for axis in axes)
+        for loop, axes in enumerate(work.spec)
+        if axes
+    }
+    if not cut or (
+        rule.combine != "add" and any(rule.kinds[loop] is LoopKind.REDUCED for loop in cut)
+    ):
         return None
 
     def specs(maps: Sequence[tuple[int, ...]]) -> tuple[PartitionSpec, ...]:
@@ -191,10 +222,14 @@ def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
         specs(rule.operands),
         specs(rule.results),
         params_of_piece(eqn, cut, operands, results),
-        tuple(axis for loop in cut if rule.kinds[loop] is LoopKind.REDUCED for axis in work.spec[loop]),
+        tuple(
+            axis for loop in cut if rule.kinds[loop] is LoopKind.REDUCED for axis in work.spec[loop]
+        ),
     )
     stored = {i: (_stored(layout, value),) for i, value in enumerate(eqn.outputs) if value.shape}
-    return EqnConstraints({}, {i: s for i, s in stored.items() if s[0] != pieces.results[i]}, pieces)
+    return EqnConstraints(
+        {}, {i: s for i, s in stored.items() if s[0] != pieces.results[i]}, pieces
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +239,8 @@ class PlacedConstraint:
     Attributes:
         source: `file.py:line` of the model.
         primitive: The anchor.
-        place: `operand 0 as stored`, `operand 0`, `result 0 as computed`, `result 0 as stored`, `carry 1`,
-            `operand 0 of the shard_map`.
+        place: `operand 0 as stored`, `operand 0`, `result 0 as computed`, `result 0 as stored`,
+            `carry 1`, `operand 0 of the shard_map`.
         shape: Shape of the value.
         spec: What is stated.
     """
@@ -227,7 +262,9 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
                 visit(inner)
                 for i, spec in constraints.outputs.get((eqn.index, number), {}).items():
                     shape = inner.outputs[i].shape
-                    found.append(PlacedConstraint(source_line(eqn), eqn.primitive, f"carry {i}", shape, spec))
+                    found.append(
+                        PlacedConstraint(source_line(eqn), eqn.primitive, f"carry {i}", shape, spec)
+                    )
             wanted = constraints.eqns.get(eqn.index)
             if wanted is not None:
                 line = source_line(eqn)
@@ -238,17 +275,27 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
                     ):
                         for i, (value, spec) in enumerate(zip(values, cut, strict=True)):
                             place = f"{side} {i} of the shard_map"
-                            found.append(PlacedConstraint(line, eqn.primitive, place, value.shape, spec))
+                            found.append(
+                                PlacedConstraint(line, eqn.primitive, place, value.shape, spec)
+                            )
                 for i, spec in wanted.kept.items():
                     found.append(
-                        PlacedConstraint(line, eqn.primitive, f"operand {i} as stored", eqn.inputs[i].shape, spec)
+                        PlacedConstraint(
+                            line, eqn.primitive, f"operand {i} as stored", eqn.inputs[i].shape, spec
+                        )
                     )
                 for i, spec in wanted.operands.items():
-                    found.append(PlacedConstraint(line, eqn.primitive, f"operand {i}", eqn.inputs[i].shape, spec))
+                    found.append(
+                        PlacedConstraint(
+                            line, eqn.primitive, f"operand {i}", eqn.inputs[i].shape, spec
+                        )
+                    )
                 for i, specs in wanted.results.items():
                     for how, spec in zip(("computed", "stored"), specs, strict=False):
                         place = f"result {i} as {how}"
-                        found.append(PlacedConstraint(line, eqn.primitive, place, eqn.outputs[i].shape, spec))
+                        found.append(
+                            PlacedConstraint(line, eqn.primitive, place, eqn.outputs[i].shape, spec)
+                        )
 
     visit(layout.problem.program.body)
     return tuple(found)

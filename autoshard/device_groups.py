@@ -1,7 +1,7 @@
 """Which mesh axes a collective spans: compiled programs and StableHLO only list device numbers.
 
-A device number is the place of a device in the flattened mesh (XLA's partition id). A group spans a mesh axis if the
-coordinates of its devices vary along it.
+A device number is the place of a device in the flattened mesh (XLA's partition id). A group spans a
+mesh axis if the coordinates of its devices vary along it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class MeshCoordinates:
         device_ids: Device numbers laid out as the mesh; None is the row-major order.
     """
 
-    def __init__(self, mesh_axes: Mapping[str, int], device_ids: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, mesh_axes: Mapping[str, int], device_ids: NDArray[np.int64] | None = None
+    ) -> None:
         self.sizes = dict(mesh_axes)
         shape = tuple(self.sizes.values())
         count = math.prod(shape)
@@ -53,8 +55,9 @@ class MeshCoordinates:
     def spanned(self, groups: Groups) -> tuple[str, ...]:
         """Mesh axes that every group spans, in mesh order; () if there is no such set.
 
-        Each group must be a full grid over its axes: all combinations of some coordinates of each. The part of an axis
-        that is spanned may be a divisor of its size, when the program splits the axis into factors.
+        Each group must be a full grid over its axes: all combinations of some coordinates of each.
+        The part of an axis that is spanned may be a divisor of its size, when the program splits
+        the axis into factors.
         """
         found: tuple[str, ...] | None = None
         for group in groups.tolist():
@@ -76,12 +79,16 @@ class MeshCoordinates:
         return tuple(axis for axis, part in zip(self.sizes, seen, strict=True) if part > 1)
 
     def moved_along(self, pairs: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-        """Mesh axes along which some source differs from its target, in mesh order; () if a device is unknown."""
+        """Mesh axes along which some source differs from its target, in mesh order; () if a device
+        is unknown.
+        """
         moved: set[str] = set()
         for source, target in pairs:
             if source not in self._coordinates or target not in self._coordinates:
                 return ()
-            there = zip(self.sizes, self._coordinates[source], self._coordinates[target], strict=True)
+            there = zip(
+                self.sizes, self._coordinates[source], self._coordinates[target], strict=True
+            )
             moved.update(axis for axis, a, b in there if a != b)
         return self.ordered(sorted(moved))
 
@@ -130,7 +137,10 @@ def _mesh_groups(axes_text: str, devices_text: str | None, spanned_text: str) ->
             devices = _iota(*transposed.groups())
         else:
             devices = np.array(_numbers(devices_text), dtype=np.int64)
-    spanned = {name: (int(pre or 1), int(size or sizes[name])) for name, pre, size in _AXIS_REF.findall(spanned_text)}
+    spanned = {
+        name: (int(pre or 1), int(size or sizes[name]))
+        for name, pre, size in _AXIS_REF.findall(spanned_text)
+    }
     shape: list[int] = []
     inside: list[int] = []
     for name, full in sizes.items():

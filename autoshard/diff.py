@@ -28,7 +28,10 @@ def _lines(old: SpecTable, new: SpecTable) -> Iterator[str]:
     if old.rules != new.rules:
         yield "rules, in order:"
         yield from (f"  {line}" for line in rules if not line.startswith("?"))
-    for side, a_leaves, b_leaves in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
+    for side, a_leaves, b_leaves in (
+        ("inputs", old.inputs, new.inputs),
+        ("outputs", old.outputs, new.outputs),
+    ):
         changes = _changes(a_leaves, b_leaves)
         if changes:
             yield f"{side}:"
@@ -41,10 +44,16 @@ def _lines(old: SpecTable, new: SpecTable) -> Iterator[str]:
 
 
 def _folded(changes: Mapping[str, str]) -> list[tuple[str, tuple[Each, str]]]:
-    """Changes folded, those of leaves that came or went apart, so that a pattern stands for what it says only."""
+    """Changes folded, those of leaves that came or went apart, so that a pattern stands for what it
+    says only.
+    """
     kinds = {text[:2] for text in changes.values()}
-    parts = [fold({p: text for p, text in changes.items() if text[:2] == kind}) for kind in sorted(kinds)]
-    return sorted((line for part in parts for line in part.items()), key=lambda line: path_key(line[0]))
+    parts = [
+        fold({p: text for p, text in changes.items() if text[:2] == kind}) for kind in sorted(kinds)
+    ]
+    return sorted(
+        (line for part in parts for line in part.items()), key=lambda line: path_key(line[0])
+    )
 
 
 def _changes(old: Mapping[str, Leaf], new: Mapping[str, Leaf]) -> dict[str, str]:
@@ -66,7 +75,9 @@ def _leaf_text(leaf: Leaf | None) -> str:
 
 def _numbers(old: SpecTable, new: SpecTable) -> Iterator[str]:
     """The winners' numbers, each under the word that says where it is from."""
-    a, b = (next((t for t in trials_of(table) if t.status == "winner"), None) for table in (old, new))
+    a, b = (
+        next((t for t in trials_of(table) if t.status == "winner"), None) for table in (old, new)
+    )
     for table, name in ((old, "the first"), (new, "the second")):
         if table.edited:
             yield f"{name} table's numbers are stale: its specs or rules were edited after the search"

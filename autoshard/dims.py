@@ -1,13 +1,16 @@
-"""Stage 2: logical axes. Each (value, dimension) is a node; dimension rules and ties join nodes; classes are axes.
+"""Stage 2: logical axes. Each (value, dimension) is a node; dimension rules and ties join nodes;
+classes are axes.
 
 Invariants:
 
-- only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded, sorted or gathered
-  is another axis than the result's);
-- values that depend on no argument (iota, masks, tables) join nothing: one mask used for two sequences does not make
-  them one; they are lent the axes of their first reader, because every device can make its own part;
+- only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded,
+  sorted or gathered is another axis than the result's);
+- values that depend on no argument (iota, masks, tables) join nothing: one mask used for two
+  sequences does not make them one; they are lent the axes of their first reader, because every
+  device can make its own part;
 - dimensions of size 1 have no axis;
-- a scanned dimension never inherits an axis through a reshape: in `(B) -> (n_micro, b)` and a scan, b is the batch.
+- a scanned dimension never inherits an axis through a reshape: in `(B) -> (n_micro, b)` and a scan,
+  b is the batch.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from autoshard.program import Eqn, Flow, Program, Value
 
 NO_AXIS = -1
 COPIES = frozenset({"concatenate", "pad", "rev", "slice", "split"})
-"""They copy, and shift a dimension: a PERMUTED loop of theirs is cut only as all its dimensions can be.
+"""They copy, and shift a dimension: a PERMUTED loop of theirs is cut only as all its dimensions can
+be.
 
-Where one cannot be split, what they read is whole anyway; to copy that and cut the copy is free, and a halo is not.
+Where one cannot be split, what they read is whole anyway; to copy that and cut the copy is free,
+and a halo is not.
 """
 
 
@@ -51,13 +56,15 @@ class LogicalAxes:
     rules: tuple[DimRule, ...]
     scanned: frozenset[int]
     constant: tuple[bool, ...]
-    _loops: dict[int, tuple[tuple[int, int], ...]] = field(init=False, repr=False, default_factory=dict)
+    _loops: dict[int, tuple[tuple[int, int], ...]] = field(
+        init=False, repr=False, default_factory=dict
+    )
 
     def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
         """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result.
 
-        The size of a loop that can only be cut between blocks is the number of blocks; that of a shifted dimension of
-        `COPIES`, what all its sizes are multiples of.
+        The size of a loop that can only be cut between blocks is the number of blocks; that of a
+        shifted dimension of `COPIES`, what all its sizes are multiples of.
         """
         if eqn.index not in self._loops:
             self._loops[eqn.index] = self._find_loops(eqn)
@@ -69,7 +76,9 @@ class LogicalAxes:
         common = [0] * len(rule.kinds)
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
             for value, loops in zip(values, maps, strict=True):
-                for axis, size, loop in zip(self.of_value[value.index], value.shape, loops, strict=True):
+                for axis, size, loop in zip(
+                    self.of_value[value.index], value.shape, loops, strict=True
+                ):
                     if axis != NO_AXIS or found[loop][0] == NO_AXIS:
                         found[loop] = (axis, size)
                     common[loop] = math.gcd(common[loop], size)
@@ -83,13 +92,16 @@ class LogicalAxes:
 
 
 def logical_axes(
-    program: Program, carry: Sequence[tuple[int, int]] = (), rule_for: Callable[[Eqn], DimRule] = rule_of
+    program: Program,
+    carry: Sequence[tuple[int, int]] = (),
+    rule_for: Callable[[Eqn], DimRule] = rule_of,
 ) -> LogicalAxes:
     """Finds the logical axes of a program.
 
     Args:
         program: From `trace`.
-        carry: Pairs (input leaf, output leaf) that are the same array one step later; their dimensions are joined.
+        carry: Pairs (input leaf, output leaf) that are the same array one step later; their
+            dimensions are joined.
         rule_for: The dimension rule of an equation; by default what the registry says.
 
     Returns:
@@ -152,7 +164,10 @@ def logical_axes(
         if constant[value.index]:
             return (NO_AXIS,) * len(value.shape)
         start = int(first_node[value.index])
-        return tuple(numbers[int(labels[start + dim])] if size > 1 else NO_AXIS for dim, size in enumerate(value.shape))
+        return tuple(
+            numbers[int(labels[start + dim])] if size > 1 else NO_AXIS
+            for dim, size in enumerate(value.shape)
+        )
 
     of_value = [axes_of(v) for v in program.values]
     _lend(program, rules, constant, of_value)
@@ -172,11 +187,15 @@ def _components(count: int, edges: list[tuple[int, int]]) -> np.ndarray:
     if not count:
         return np.zeros(0, dtype=np.int64)
     ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
-    graph = coo_array((np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count))
+    graph = coo_array(
+        (np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count)
+    )
     return np.asarray(connected_components(graph, directed=False)[1], dtype=np.int64)
 
 
-def _reshape(eqn: Eqn, labels: np.ndarray, first_node: np.ndarray, scanned: set[int]) -> DimRule | None:
+def _reshape(
+    eqn: Eqn, labels: np.ndarray, first_node: np.ndarray, scanned: set[int]
+) -> DimRule | None:
     """The rule of a reshape some of whose dimensions are scanned; None where none is."""
     (operand, *rest), (result,) = eqn.inputs, eqn.outputs
     if rest:
@@ -193,16 +212,25 @@ def _reshape(eqn: Eqn, labels: np.ndarray, first_node: np.ndarray, scanned: set[
 
 
 def _lend(
-    program: Program, rules: Sequence[DimRule], constant: Sequence[bool], of_value: list[tuple[int, ...]]
+    program: Program,
+    rules: Sequence[DimRule],
+    constant: Sequence[bool],
+    of_value: list[tuple[int, ...]],
 ) -> None:
-    """Lends each computed constant (zeros, masks) the axes of its first reader: every device makes just its own part.
+    """Lends each computed constant (zeros, masks) the axes of its first reader: every device makes
+    just its own part.
 
-    Nothing is joined by that: another reader with other axes makes its own part as well. Captured arrays (constvars)
+    Nothing is joined by that: another reader with other axes makes its own part as well. Captured
+        arrays (constvars)
     are whole on every device and get no axes.
     """
-    made = {v.index for eqn in program.eqns if not eqn.bodies for v in eqn.outputs if constant[v.index]}
+    made = {
+        v.index for eqn in program.eqns if not eqn.bodies for v in eqn.outputs if constant[v.index]
+    }
     for eqn in program.eqns:  # outer ones first
-        made |= {t.inner.index for t in eqn.ties if t.outer.index in made and constant[t.inner.index]}
+        made |= {
+            t.inner.index for t in eqn.ties if t.outer.index in made and constant[t.inner.index]
+        }
 
     def lend(value: Value, axes: Sequence[int]) -> None:
         if value.index in made and all(a == NO_AXIS for a in of_value[value.index]):

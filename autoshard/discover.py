@@ -1,17 +1,19 @@
-"""Dimension rules of primitives that the registry does not know: a user's own, a call of foreign code.
+"""Dimension rules of primitives that the registry does not know: a user's own, a call of foreign
+code.
 
 Two sources, in this order:
 
-1. *Stated*: the primitive is lowered by itself, and the rules that Shardy states for the operations are composed. A
-   dimension follows its major factor through the operations; one that is reduced on the way and reaches a result all
-   the same (a fused softmax) passes, the all_reduce of the smaller inner value being left out.
-2. *Discovered*: where an operation of the lowering has no rule (a custom call), the primitive is run on small operands,
-   whole and cut in two, and what the pieces make is compared with the whole: concatenated it passes, added it is
-   reduced.
+1. *Stated*: the primitive is lowered by itself, and the rules that Shardy states for the operations
+   are composed. A dimension follows its major factor through the operations; one that is reduced on
+   the way and reaches a result all the same (a fused softmax) passes, the all_reduce of the smaller
+   inner value being left out.
+2. *Discovered*: where an operation of the lowering has no rule (a custom call), the primitive is
+   run on small operands, whole and cut in two, and what the pieces make is compared with the whole:
+   concatenated it passes, added it is reduced.
 
-Nothing is run that has a side effect, calls back into Python, or is foreign code with an integer among its parameters
-(which may be a size that its buffers must have). Whatever goes wrong, the dimensions stay unlinked: that costs a
-layout, never a result.
+Nothing is run that has a side effect, calls back into Python, or is foreign code with an integer
+among its parameters (which may be a size that its buffers must have). Whatever goes wrong, the
+dimensions stay unlinked: that costs a layout, never a result.
 """
 
 from __future__ import annotations
@@ -44,13 +46,16 @@ MOST_ELEMENTS = 2**16
 """An array of more elements is not run: this keeps discovery to some milliseconds a run."""
 
 MOST_CUTS, MOST_RUNS = 512, 48
-"""Cuts thought of for one size, and cuts run for one equation; a product of three matrices needs about twenty runs."""
+"""Cuts thought of for one size, and cuts run for one equation; a product of three matrices needs
+about twenty runs."""
 
 Shape = tuple[int, ...]
 
 
 class RuleFinder:
-    """Finds the dimension rule of any equation; what it found is kept by primitive, parameters, shapes and dtypes."""
+    """Finds the dimension rule of any equation; what it found is kept by primitive, parameters,
+    shapes and dtypes.
+    """
 
     def __init__(self) -> None:
         self._found: dict[object, DimRule] = {}
@@ -65,17 +70,25 @@ class RuleFinder:
         """The dimension rule of an equation; never raises."""
         if eqn.primitive == "pallas_call" and eqn.origin is not None:
             return grid_rule(eqn)
-        if eqn.bodies or eqn.origin is None or (eqn.primitive in known_primitives() and eqn.primitive not in OPENED):
+        if (
+            eqn.bodies
+            or eqn.origin is None
+            or (eqn.primitive in known_primitives() and eqn.primitive not in OPENED)
+        ):
             return rule_of(eqn)
         key = _key(eqn)
         if key not in self._found:
             self._found[key], source = _find(eqn)
-            self._notes.setdefault(eqn.primitive, f"{eqn.primitive} has no dimension rule of its own: {source}")
+            self._notes.setdefault(
+                eqn.primitive, f"{eqn.primitive} has no dimension rule of its own: {source}"
+            )
         return self._found[key]
 
 
 def _key(eqn: Eqn) -> object:
-    """Equal for equations of one rule. Parameters that cannot be hashed are told apart by identity."""
+    """Equal for equations of one rule. Parameters that cannot be hashed are told apart by
+    identity.
+    """
 
     def hashable(value: object) -> object:
         try:
@@ -103,7 +116,9 @@ def _find(eqn: Eqn) -> tuple[DimRule, str]:
                 return rule, "its dimensions are linked as the compiler states for its lowering"
             refusal = _may_not_run(eqn, lowered, ops)
             if refusal:
-                return whole_rule(eqn), f"nothing is linked, because it is not run to find out ({refusal})"
+                return whole_rule(
+                    eqn
+                ), f"nothing is linked, because it is not run to find out ({refusal})"
             rule = _discovered(eqn, _is_foreign(ops))
         except Exception as error:
             first = str(error).strip().partition("\n")[0][:200]
@@ -111,7 +126,7 @@ def _find(eqn: Eqn) -> tuple[DimRule, str]:
     return rule, "its dimensions are linked as running it on small arrays shows"
 
 
-# Stated --------------------------------------------------------------------------------------------------------------
+# Stated -------------------------------------------------------------------------------------------
 
 
 def _lowered(eqn: Eqn) -> jax.stages.Lowered:
@@ -121,7 +136,9 @@ def _lowered(eqn: Eqn) -> jax.stages.Lowered:
 
 
 def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
-    """The rules of the operations composed; None where one that reads anything has none (loops, branches, calls)."""
+    """The rules of the operations composed; None where one that reads anything has none (loops,
+    branches, calls).
+    """
     first = [0, *itertools.accumulate(ops.ranks)]
     same = list(range(first[-1]))
     marks: list[tuple[int, LoopKind]] = []
@@ -149,7 +166,11 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
         made = set() if op.name in MAKERS else majors.keys() - read
         reduced = op.rule.kinds.get("reduction", ())
         moved = op.rule.kinds.get("permutation", ())
-        whole = {f for kind in ("need_replication", "blocked_propagation") for f in op.rule.kinds.get(kind, ())}
+        whole = {
+            f
+            for kind in ("need_replication", "blocked_propagation")
+            for f in op.rule.kinds.get(kind, ())
+        }
         for factor, nodes in majors.items():
             for node in nodes:
                 same[root(node)] = root(nodes[0])
@@ -162,11 +183,16 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
                 combine = op.combine
     marked = {(root(node), kind) for node, kind in marks}
     places: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
-    for side, (arrays, values) in enumerate(((eqn.inputs, ops.arguments), (eqn.outputs, ops.results))):
+    for side, (arrays, values) in enumerate(
+        ((eqn.inputs, ops.arguments), (eqn.outputs, ops.results))
+    ):
         for position, (array, value) in enumerate(zip(arrays, values, strict=True)):
             for dim in range(len(array.shape)):
-                # The first dimension of an array that runs over a loop is it: no array has two of one loop.
-                places.setdefault(root(first[value] + dim), ({}, {}))[side].setdefault(position, dim)
+                # The first dimension of an array that runs over a loop is it: no array has two of
+                # one loop.
+                places.setdefault(root(first[value] + dim), ({}, {}))[side].setdefault(
+                    position, dim
+                )
             for dim in range(len(array.shape), ops.ranks[value]):  # the words of a typed key
                 marked.add((root(first[value] + dim), LoopKind.WHOLE))
     loops = Loops.of(eqn)
@@ -185,7 +211,7 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
     return loops.rule(combine)
 
 
-# Discovered ----------------------------------------------------------------------------------------------------------
+# Discovered ---------------------------------------------------------------------------------------
 
 
 def _may_not_run(eqn: Eqn, lowered: jax.stages.Lowered, ops: LoweredOps) -> str:
@@ -217,7 +243,9 @@ def _holds_integer(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Dimensions of one size cut in two together: by position of the operand or result, the dimension."""
+    """Dimensions of one size cut in two together: by position of the operand or result, the
+    dimension.
+    """
 
     operands: Mapping[int, int]
     results: Mapping[int, int]
@@ -244,14 +272,17 @@ def _discovered(eqn: Eqn, foreign: bool) -> DimRule:
 
 
 def _sample(eqn: Eqn, foreign: bool) -> _Sample:
-    """The equation at the first sizes at which it runs: each size another small one, all divided by the same, its own.
+    """The equation at the first sizes at which it runs: each size another small one, all divided by
+    the same, its own.
 
     Foreign code may rely on sizes that it does not check: it keeps its own if they are small.
     """
     shapes = [v.shape for v in (*eqn.inputs, *eqn.outputs)]
     sizes = sorted({size for shape in shapes for size in shape if size > 1})
     common = math.gcd(*sizes)
-    even = (d for d in range(common, 1, -1) if common % d == 0 and all(s // d % 2 == 0 for s in sizes))
+    even = (
+        d for d in range(common, 1, -1) if common % d == 0 and all(s // d % 2 == 0 for s in sizes)
+    )
     divisor = next(even, 1)
     own, divided = {s: s for s in sizes}, {s: s // divisor for s in sizes}
     small = {s: 2 * (i + 2) for i, s in enumerate(sizes)}
@@ -270,7 +301,9 @@ def _sample(eqn: Eqn, foreign: bool) -> _Sample:
 class _Sample:
     """An equation with operands of certain shapes, and its results."""
 
-    def __init__(self, eqn: Eqn, foreign: bool, operands: Sequence[Shape], results: Sequence[Shape]) -> None:
+    def __init__(
+        self, eqn: Eqn, foreign: bool, operands: Sequence[Shape], results: Sequence[Shape]
+    ) -> None:
         rng = np.random.default_rng(0)
         values = compat.operand_values(eqn.origin)
         self._eqn, self._foreign = eqn, foreign
@@ -283,19 +316,29 @@ class _Sample:
 
     def _run(self, operands: Sequence[Any], results: Sequence[Shape]) -> list[np.ndarray]:
         """The results, which must have these shapes."""
-        found = [np.asarray(a) for a in jax.jit(compat.as_call(self._eqn.origin, results))(*operands)]
+        found = [
+            np.asarray(a) for a in jax.jit(compat.as_call(self._eqn.origin, results))(*operands)
+        ]
         if [a.shape for a in found] != list(results):
-            raise ValueError(f"its results have the shapes {[a.shape for a in found]}, not {list(results)}")
+            raise ValueError(
+                f"its results have the shapes {[a.shape for a in found]}, not {list(results)}"
+            )
         return found
 
     def cuts(self) -> Iterator[_Cut]:
-        """Every cut of operand dimensions of one size, at most one of each operand; few operands first."""
-        sizes = sorted({size for shape in self._operand_shapes for size in shape if size > 1 and size % 2 == 0})
+        """Every cut of operand dimensions of one size, at most one of each operand; few operands
+        first.
+        """
+        sizes = sorted(
+            {size for shape in self._operand_shapes for size in shape if size > 1 and size % 2 == 0}
+        )
         found: list[tuple[int, dict[int, int]]] = []
         for size in sizes:
             dims = [[d for d, s in enumerate(shape) if s == size] for shape in self._operand_shapes]
             options: list[list[int | None]] = [[None, *own] for own in dims]
-            if self._foreign:  # only what a caller could do as well: another size, in all arrays at once
+            if (
+                self._foreign
+            ):  # only what a caller could do as well: another size, in all arrays at once
                 if any(len(own) > 1 for own in dims):
                     continue
                 options = [[own[0] if own else None] for own in dims]
@@ -310,13 +353,17 @@ class _Sample:
                 yield _Cut(operands, results)
 
     def _results_of(self, operands: Mapping[int, int], size: int) -> Mapping[int, int] | None:
-        """The result dimensions that are cut with these operand dimensions; None where that is not clear."""
+        """The result dimensions that are cut with these operand dimensions; None where that is not
+        clear.
+        """
         if "result_avals" in self._eqn.params:  # it cannot be asked
             cut = [[d for d, s in enumerate(shape) if s == size] for shape in self._result_shapes]
         else:
             pieces = self._piece(_Cut(operands, {}), 0)
             try:
-                shapes = [a.shape for a in jax.eval_shape(compat.as_call(self._eqn.origin), *pieces)]
+                shapes = [
+                    a.shape for a in jax.eval_shape(compat.as_call(self._eqn.origin), *pieces)
+                ]
             except Exception:
                 return None
             if [len(shape) for shape in shapes] != [len(shape) for shape in self._result_shapes]:
@@ -325,7 +372,11 @@ class _Sample:
                 [d for d, (part, whole) in enumerate(zip(*pair, strict=True)) if part != whole]
                 for pair in zip(shapes, self._result_shapes, strict=True)
             ]
-        return None if any(len(dims) > 1 for dims in cut) else {i: dims[0] for i, dims in enumerate(cut) if dims}
+        return (
+            None
+            if any(len(dims) > 1 for dims in cut)
+            else {i: dims[0] for i, dims in enumerate(cut) if dims}
+        )
 
     def _piece(self, cut: _Cut, part: int) -> list[Any]:
         """One half of the operands."""
@@ -335,7 +386,9 @@ class _Sample:
         ]
 
     def works(self, cut: _Cut) -> bool:
-        """Whether the halves make the whole; a result that would be whole by chance (all zeros) shows nothing."""
+        """Whether the halves make the whole; a result that would be whole by chance (all zeros)
+        shows nothing.
+        """
         shapes = [
             tuple(size // 2 if d == cut.results.get(i) else size for d, size in enumerate(shape))
             for i, shape in enumerate(self._result_shapes)
@@ -381,4 +434,6 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     eps = math.sqrt(float(finfo(a.dtype).eps))
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     x, y = a.astype(wide), b.astype(wide)
-    return bool(np.allclose(x, y, rtol=eps, atol=eps * float(np.abs(x).max(initial=0.0)), equal_nan=True))
+    return bool(
+        np.allclose(x, y, rtol=eps, atol=eps * float(np.abs(x).max(initial=0.0)), equal_nan=True)
+    )

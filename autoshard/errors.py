@@ -1,7 +1,8 @@
 """Every error autoshard raises: where, what was got, the rule with its numbers, a fix that works.
 
-Each class also inherits the builtin that a caller would expect to catch (`ValueError`, `LookupError`, ...).
-A *candidate* that fails is never an exception: it is a rejection with a reason (see `autoshard.trial`).
+Each class also inherits the builtin that a caller would expect to catch (`ValueError`,
+`LookupError`, ...). A *candidate* that fails is never an exception: it is a rejection with a reason
+(see `autoshard.trial`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ class AutoshardError(Exception):
 
 
 class TraceError(AutoshardError, TypeError):
-    """`fn` could not be traced with the example arguments; plain `jax.jit(fn)` fails the same way."""
+    """`fn` could not be traced with the example arguments; plain `jax.jit(fn)` fails the same
+    way.
+    """
 
 
 class ArgumentError(AutoshardError, ValueError):
@@ -28,11 +31,15 @@ class TargetError(AutoshardError, ValueError):
 
 
 class ExtraError(AutoshardError, ImportError):
-    """An optional part of the installation is missing; the message has the command that installs it."""
+    """An optional part of the installation is missing; the message has the command that installs
+    it.
+    """
 
 
 class SpecError(AutoshardError, ValueError):
-    """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, or a size it does not divide."""
+    """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, or a size it
+    does not divide.
+    """
 
 
 class PathError(AutoshardError, LookupError):
@@ -64,7 +71,9 @@ class TableError(AutoshardError, ValueError):
 
 
 class FactoryError(AutoshardError, ImportError):
-    """The `pkg.module:factory` of the command line cannot be imported or does not return what is needed."""
+    """The `pkg.module:factory` of the command line cannot be imported or does not return what is
+    needed.
+    """
 
 
 class StudyError(AutoshardError, ValueError):
@@ -72,4 +81,6 @@ class StudyError(AutoshardError, ValueError):
 
 
 class ProcessesError(AutoshardError, RuntimeError):
-    """The processes of one search (`jax.distributed`) do not agree, or one of them failed or does not answer."""
+    """The processes of one search (`jax.distributed`) do not agree, or one of them failed or does
+    not answer.
+    """

@@ -1,4 +1,6 @@
-"""Logging of long jobs: one line an event, for people or as JSON; passwords are cut out of all of them."""
+"""Logging of long jobs: one line an event, for people or as JSON; passwords are cut out of all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class _Line(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = without_password(" ".join(super().format(record).split()))
-        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        when = (
+            time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z"
+        )
         if not self._as_json:
             return f"{when} {self._host}:{os.getpid()} {record.levelname} {message}"
         event = {

@@ -1,8 +1,9 @@
-"""Collectives as evidence: what one device sends, whoever says so (Shardy's output or the compiled program).
+"""Collectives as evidence: what one device sends, whoever says so (Shardy's output or the compiled
+program).
 
-`partition` and `hlo` each return a tuple of `CollectiveOp`, one per collective instruction; `summarise` folds them into
-a few `Collective`s for people and tables. Bytes follow one rule everywhere, the ring of Thakur, Rabenseifner, Gropp
-(2005): see `ring_bytes`.
+`partition` and `hlo` each return a tuple of `CollectiveOp`, one per collective instruction;
+`summarise` folds them into a few `Collective`s for people and tables. Bytes follow one rule
+everywhere, the ring of Thakur, Rabenseifner, Gropp (2005): see `ring_bytes`.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ class CollectiveOp:
 
     Attributes:
         kind: One of `KINDS`.
-        axes: Mesh axes spanned, in mesh order; () if the groups match no set of mesh axes. An axis of which only a part
-            is spanned (a sub-axis such as `"model":(1)2`) is named too: `group_size` tells.
-        group_size: Devices in one group; for a collective_permute the devices among which the values move.
+        axes: Mesh axes spanned, in mesh order; () if the groups match no set of mesh axes. An axis
+            of which only a part is spanned (a sub-axis such as `"model":(1)2`) is named too:
+            `group_size` tells.
+        group_size: Devices in one group; for a collective_permute the devices among which the
+            values move.
         trips: Executions per call.
         full_bytes: B, the bytes of the full value (`ring_bytes`), of one execution.
         sent_bytes: Bytes one device sends in one execution.
-        shape: The result as the source prints it: of one device in compiled programs and in shard_map (`f32[16,16]`),
-            else the global one (`tensor<8x16xf32>`).
+        shape: The result as the source prints it: of one device in compiled programs and in
+            shard_map (`f32[16,16]`), else the global one (`tensor<8x16xf32>`).
         source: `file.py:line` of the user's code, or "".
         op_name: The name stack (`jit(step)/while/body/dot_general`), or "".
         trips_known: False if some enclosing loop's trip count could not be read and counts as 1.
@@ -69,9 +72,11 @@ class CollectiveOp:
 def ring_bytes(kind: str, full_bytes: int, group_size: int) -> int:
     """Bytes one device sends in one collective on a ring.
 
-    With n devices and B = full_bytes: all_gather and reduce_scatter `(n-1)/n * B`, all_reduce twice that, all_to_all
-    `(n-1)/n * B/n`, collective_permute `B`. B is the gathered result (all_gather), the operand of one device
-    (reduce_scatter, all_reduce), n times the operand of one device (all_to_all), the operand (collective_permute).
+    With n devices and B = full_bytes: all_gather and reduce_scatter `(n-1)/n * B`, all_reduce twice
+        that, all_to_all
+    `(n-1)/n * B/n`, collective_permute `B`. B is the gathered result (all_gather), the operand of
+    one device (reduce_scatter, all_reduce), n times the operand of one device (all_to_all), the
+    operand (collective_permute).
 
     Args:
         kind: One of `KINDS`.

@@ -1,6 +1,8 @@
-"""Explanations: what a plan moves and from which source line and rule, what each device stores, and why not otherwise.
+"""Explanations: what a plan moves and from which source line and rule, what each device stores, and
+why not otherwise.
 
-Every number says whose word it is: predicted (the model), compiled (read from the compiled program), measured.
+Every number says whose word it is: predicted (the model), compiled (read from the compiled
+    program), measured.
 """
 
 from __future__ import annotations
@@ -58,15 +60,18 @@ class Explanation:
     """A plan explained.
 
     Attributes:
-        moved: Compiled collectives by source line, most bytes first; () if nothing can be compiled here.
+        moved: Compiled collectives by source line, most bytes first; () if nothing can be compiled
+            here.
         attributed: Share of the compiled collective bytes whose source line is known.
         stored_bytes: What one device stores, by what it is for; `whose` says whose word each is.
         whose: `predicted` or `compiled`, by the same names.
         throughput: Of the plan, predicted.
-        compiled_s: Predicted compute with the compiled collectives; None if nothing can be compiled here.
+        compiled_s: Predicted compute with the compiled collectives; None if nothing can be compiled
+            here.
         measured_s: Median of the search's rounds; None if it was not measured.
         reasons: For each preset of the search that is not the plan, the one reason that decides.
-        pareto: Candidates of the search that no other one beats in both predicted time and peak, fastest first.
+        pareto: Candidates of the search that no other one beats in both predicted time and peak,
+            fastest first.
     """
 
     moved: tuple[Moved, ...]
@@ -84,7 +89,10 @@ class Explanation:
         if self.pareto:
             parts.append(_pareto_table(self))
         if self.reasons:
-            parts.append("why not a preset:\n" + "\n".join(f"  {name}: {reason}" for name, reason in self.reasons))
+            parts.append(
+                "why not a preset:\n"
+                + "\n".join(f"  {name}: {reason}" for name, reason in self.reasons)
+            )
         return render(*parts).rstrip()
 
 
@@ -107,7 +115,9 @@ def explain(plan: Plan, hardware: Hardware | str | None = None) -> Explanation:
         compiled = plan.compile()
         text = compiled.executable.as_text() or ""
         ops = read_collectives(text, plan.mesh.axes, by_operand=True)
-        comm_s = sum(op.trips * _seconds(predictor, op) for op in read_collectives(text, plan.mesh.axes))
+        comm_s = sum(
+            op.trips * _seconds(predictor, op) for op in read_collectives(text, plan.mesh.axes)
+        )
         overlapped = predictor.hardware.overlap * min(prediction.compute_s, comm_s)
         compiled_s = prediction.compute_s + comm_s - overlapped
         found = compiled.evidence
@@ -132,18 +142,26 @@ def explain(plan: Plan, hardware: Hardware | str | None = None) -> Explanation:
         whose=whose,
         throughput=predictor.throughput(plan.layout, plan.samples_per_step),
         compiled_s=compiled_s,
-        measured_s=winner.measured.median_s if winner is not None and winner.measured is not None else None,
+        measured_s=winner.measured.median_s
+        if winner is not None and winner.measured is not None
+        else None,
         reasons=tuple(_reasons(plan, predictor, winner)),
         pareto=pareto(plan.trials),
     )
 
 
 def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Trials that no other one beats in both predicted time and predicted peak memory, fastest first."""
+    """Trials that no other one beats in both predicted time and predicted peak memory, fastest
+    first.
+    """
     kept: list[Trial] = []
     least_bytes: int | None = None
-    known = [(t.predicted, t) for t in trials if t.predicted is not None and t.constraints == "anchors"]
-    for found, trial in sorted(known, key=lambda item: (item[0].time_s, item[0].peak_bytes, item[1].key)):
+    known = [
+        (t.predicted, t) for t in trials if t.predicted is not None and t.constraints == "anchors"
+    ]
+    for found, trial in sorted(
+        known, key=lambda item: (item[0].time_s, item[0].peak_bytes, item[1].key)
+    ):
         if least_bytes is None or found.peak_bytes < least_bytes:
             kept.append(trial)
             least_bytes = found.peak_bytes
@@ -155,7 +173,9 @@ def _seconds(predictor: Predictor, op: CollectiveOp) -> float:
 
 
 def _gradient_bytes(plan: Plan) -> int:
-    """Bytes of the parameters' gradients on one device, all at once: the last value of each, by the data flow."""
+    """Bytes of the parameters' gradients on one device, all at once: the last value of each, by the
+    data flow.
+    """
     program, layout = plan.traced.program, plan.layout
     axes = layout.problem.roles.axes
     last: dict[object, Value] = {}
@@ -169,11 +189,13 @@ def _gradient_bytes(plan: Plan) -> int:
     for leaf, group in groups:
         gradient = last.get((leaf.shape, axes.of_value[leaf.index]))
         if group.value == "parameters" and gradient is not None:
-            total += gradient.bytes // shard_count(layout.fit(gradient).spec, layout.problem.mesh_axes)
+            total += gradient.bytes // shard_count(
+                layout.fit(gradient).spec, layout.problem.mesh_axes
+            )
     return total
 
 
-# Where and why ------------------------------------------------------------------------------------------------------
+# Where and why ------------------------------------------------------------------------------------
 
 
 def _by_line(plan: Plan, predictor: Predictor, ops: Sequence[CollectiveOp]) -> tuple[Moved, ...]:
@@ -205,18 +227,24 @@ def _rules_by_line(layout: Layout) -> Mapping[str, tuple[AxisRule, ...]]:
         values = eqn.inputs if eqn.bodies else ()  # a loop gathers what it is given
         roles[source_line(eqn)] |= found.union(*(of_value[v.index] for v in values))
     return {
-        line: tuple(rule for rule in layout.rules if role_of(layout, rule) in found) for line, found in roles.items()
+        line: tuple(rule for rule in layout.rules if role_of(layout, rule) in found)
+        for line, found in roles.items()
     }
 
 
 def _reasons(plan: Plan, predictor: Predictor, winner: Trial | None) -> Iterator[tuple[str, str]]:
-    """For each preset that is not the plan, why: rejected and for what, or slower by which collective."""
+    """For each preset that is not the plan, why: rejected and for what, or slower by which
+    collective.
+    """
     if winner is None:
         return
     for trial in plan.trials:
         if trial.origin.startswith("preset") and trial is not winner:
             reason = trial.reason.splitlines()[0] if trial.reason else ""
-            yield trial.name, reason if trial.status == "rejected" else _slower(plan, predictor, trial, winner)
+            yield (
+                trial.name,
+                reason if trial.status == "rejected" else _slower(plan, predictor, trial, winner),
+            )
 
 
 def _slower(plan: Plan, predictor: Predictor, trial: Trial, winner: Trial) -> str:
@@ -234,18 +262,26 @@ def _slower(plan: Plan, predictor: Predictor, trial: Trial, winner: Trial) -> st
         theirs, ours = trial.compiled.collectives, winner.compiled.collectives
     else:
         theirs, ours = (
-            predictor.predict(Layout(plan.layout.problem, tuple(map(AxisRule.parse, t.rules)))).collectives
+            predictor.predict(
+                Layout(plan.layout.problem, tuple(map(AxisRule.parse, t.rules)))
+            ).collectives
             for t in (trial, winner)
         )
     extra: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     sent: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
     for sign, collectives in ((1, theirs), (-1, ours)):
         for c in collectives:
-            extra[c.kind, c.axes] += sign * summary_s(predictor.hardware, predictor.problem.mesh_axes, c)
+            extra[c.kind, c.axes] += sign * summary_s(
+                predictor.hardware, predictor.problem.mesh_axes, c
+            )
             sent[c.kind, c.axes] += sign * c.bytes
     worst = max(extra, key=lambda key: extra[key], default=None)
     if mine <= best or worst is None or extra[worst] <= 0:
-        same = "as fast within noise" if mine <= 1.05 * best else "slower by its compute, not its collectives"
+        same = (
+            "as fast within noise"
+            if mine <= 1.05 * best
+            else "slower by its compute, not its collectives"
+        )
         return f"{same}: {times}"
     kind, axes = worst
     return (
@@ -254,12 +290,15 @@ def _slower(plan: Plan, predictor: Predictor, trial: Trial, winner: Trial) -> st
     )
 
 
-# Tables -------------------------------------------------------------------------------------------------------------
+# Tables -------------------------------------------------------------------------------------------
 
 
 def _moved_table(found: Explanation) -> Table:
     share = f"{found.attributed:.1%} of the bytes have a source line"
-    table = Table(title=f"communication, compiled: bytes one device sends a call; {share}", title_justify="left")
+    table = Table(
+        title=f"communication, compiled: bytes one device sends a call; {share}",
+        title_justify="left",
+    )
     for name in ("source", "collective", "mesh axes"):
         table.add_column(name, no_wrap=True)
     for name in ("count", "bytes", "seconds"):
@@ -305,7 +344,9 @@ def _throughput_table(found: Explanation) -> Table:
 
 
 def _pareto_table(found: Explanation) -> Table:
-    """Time against memory; what the compiler said stands beside the prediction where it was asked."""
+    """Time against memory; what the compiler said stands beside the prediction where it was
+    asked.
+    """
     title = "time against memory: no candidate is predicted to be better in both"
     table = Table(title=title, title_justify="left")
     table.add_column("candidate", no_wrap=True)
@@ -315,7 +356,9 @@ def _pareto_table(found: Explanation) -> Table:
     for trial in found.pareto:
         assert trial.predicted is not None
         seen = trial.compiled
-        compiled = ("", "") if seen is None else (seconds_text(seen.time_s), bytes_text(seen.peak_bytes))
+        compiled = (
+            ("", "") if seen is None else (seconds_text(seen.time_s), bytes_text(seen.peak_bytes))
+        )
         predicted = seconds_text(trial.predicted.time_s), bytes_text(trial.predicted.peak_bytes)
         table.add_row(trial.name, *predicted, *compiled, ", ".join(trial.rules))
     return table

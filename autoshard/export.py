@@ -1,6 +1,8 @@
-"""Ways out: a spec table as what other tools read. Each form is exact for every leaf, or the export fails.
+"""Ways out: a spec table as what other tools read. Each form is exact for every leaf, or the export
+fails.
 
-The forms are text: a Python module, ordered regular expressions, logical axis names with rules, the constraints to
+The forms are text: a Python module, ordered regular expressions, logical axis names with rules, the
+    constraints to
 paste, CSV and Markdown. None of them needs autoshard to be read.
 """
 
@@ -24,8 +26,9 @@ def export(table: SpecTable, to: str, argument: str | None = None) -> str:
     Args:
         table: The table.
         to: `python`, `regex`, `logical-axis-rules`, `constraints`, `csv` or `markdown`.
-        argument: Name of the argument whose leaves are meant, with paths relative to it (`wq`, not `params/wq`), for
-            `regex` and `logical-axis-rules`; by default all arguments, with full paths.
+        argument: Name of the argument whose leaves are meant, with paths relative to it (`wq`, not
+            `params/wq`), for `regex` and `logical-axis-rules`; by default all arguments, with full
+            paths.
 
     Raises:
         ArgumentError: If there is no such form or argument.
@@ -43,15 +46,23 @@ def leaves_of(table: SpecTable, argument: str) -> dict[str, Leaf]:
     Raises:
         ArgumentError: If no leaf lies below it.
     """
-    below = {p.removeprefix(f"{argument}/"): leaf for p, leaf in table.inputs.items() if p.startswith(f"{argument}/")}
+    below = {
+        p.removeprefix(f"{argument}/"): leaf
+        for p, leaf in table.inputs.items()
+        if p.startswith(f"{argument}/")
+    }
     if not below:
         names = dict.fromkeys(path.split("/")[0] for path in table.inputs)
-        raise ArgumentError(f"no leaf lies below {argument!r}; the arguments are {', '.join(names)}.")
+        raise ArgumentError(
+            f"no leaf lies below {argument!r}; the arguments are {', '.join(names)}."
+        )
     return below
 
 
 def _constraints(table: SpecTable, _: Mapping[str, Leaf]) -> str:
-    """What to paste into the model, by file and line; the anchors of a layout, its work and where results are kept."""
+    """What to paste into the model, by file and line; the anchors of a layout, its work and where
+    results are kept.
+    """
     lines = [
         f"# Constraints of {table.function} on mesh {table.mesh.axes}, by line of the model.",
         "# `x` is the value that is named; from jax.sharding import PartitionSpec as P",
@@ -86,7 +97,9 @@ def _csv(table: SpecTable, _: Mapping[str, Leaf]) -> str:
         for path, leaf in leaves.items():
             roles = " ".join(role or "-" for role in leaf.roles)
             shape = "x".join(map(str, leaf.shape))
-            writer.writerow([side, path, shape, leaf.dtype, spec_text(leaf.spec), roles, leaf.group])
+            writer.writerow(
+                [side, path, shape, leaf.dtype, spec_text(leaf.spec), roles, leaf.group]
+            )
     return file.getvalue()
 
 
@@ -94,12 +107,24 @@ def _markdown(table: SpecTable, _: Mapping[str, Leaf]) -> str:
     """For a pull request: rules, and leaves with regular ones folded."""
     mesh = ", ".join(f"{name}={size}" for name, size in table.mesh.axes.items())
     lines = [f"# {_cell(table.function)} on {_cell(mesh)}", "", "Rules, in order:", ""]
-    lines += [f"{i}. {_code(rule)}" for i, rule in enumerate(table.rules, 1)] or ["none: everything is replicated"]
+    lines += [f"{i}. {_code(rule)}" for i, rule in enumerate(table.rules, 1)] or [
+        "none: everything is replicated"
+    ]
     for title, leaves in (("Arguments", table.inputs), ("Outputs", table.outputs)):
-        lines += ["", f"## {title}", "", "| leaf | array | spec | `*` |", "| --- | --- | --- | --- |"]
-        rows = {p: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for p, leaf in leaves.items()}
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| leaf | array | spec | `*` |",
+            "| --- | --- | --- | --- |",
+        ]
+        rows = {
+            p: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for p, leaf in leaves.items()
+        }
         for path, (each, (array, spec)) in fold(rows).items():
-            lines.append(f"| {_code(path)} | {_code(array)} | {_code(spec)} | {_cell('; '.join(each))} |")
+            lines.append(
+                f"| {_code(path)} | {_code(array)} | {_code(spec)} | {_cell('; '.join(each))} |"
+            )
     return "\n".join(lines) + "\n"
 
 

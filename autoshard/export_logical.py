@@ -1,8 +1,9 @@
 """A spec table as logical axis names and rules: what t5x, MaxText, flax and levanter read.
 
-A role is a logical axis already. But those libraries know no divisibility and no rule for a part of the arrays, so a
-dimension whose role is split otherwise here than elsewhere gets a name of its own (`wk.1:whole`, `wk.1:data+model`).
-After that each name has one meaning: the rules are exact in any order, and as a plain dict too.
+A role is a logical axis already. But those libraries know no divisibility and no rule for a part of
+the arrays, so a dimension whose role is split otherwise here than elsewhere gets a name of its own
+(`wk.1:whole`, `wk.1:data+model`). After that each name has one meaning: the rules are exact in any
+order, and as a plain dict too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Axes = tuple[str, ...]
 
 
 def logical_text(table: SpecTable, leaves: Mapping[str, Leaf]) -> str:
-    """JSON, so YAML too: `logical_axis_rules` in the order of the table's rules, `logical_axes` of each leaf."""
+    """JSON, so YAML too: `logical_axis_rules` in the order of the table's rules, `logical_axes` of
+    each leaf.
+    """
     rules, names = logical_rules(table.rules, leaves)
     rows = [f"    {json.dumps([name, list(axes)])}" for name, axes in rules]
     leaf_rows = [f"    {json.dumps(path)}: {json.dumps(dims)}" for path, dims in names.items()]
@@ -40,7 +43,10 @@ def logical_rules(
     for leaf in leaves.values():
         for role, axes in _dims(leaf):
             seen.setdefault(role, Counter())[axes] += 1
-    usual = {role: max(counts, key=lambda axes: (bool(axes), counts[axes], axes)) for role, counts in seen.items()}
+    usual = {
+        role: max(counts, key=lambda axes: (bool(axes), counts[axes], axes))
+        for role, counts in seen.items()
+    }
     rules: dict[str, Axes] = {}
     names: dict[str, list[str | None]] = {}
     for path, leaf in leaves.items():
@@ -60,6 +66,8 @@ def _dims(leaf: Leaf) -> list[tuple[str, Axes]]:
     spec = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in leaf.spec]
     spec += [()] * (len(leaf.shape) - len(spec))
     roles = leaf.roles or [None] * len(leaf.shape)
-    dims = [(role or f"dim{i}", axes) for i, (role, axes) in enumerate(zip(roles, spec, strict=True))]
+    dims = [
+        (role or f"dim{i}", axes) for i, (role, axes) in enumerate(zip(roles, spec, strict=True))
+    ]
     repeated = Counter(dims)  # flax refuses a name twice in one array
     return [(f"{r}#{i}" if repeated[r, a] > 1 else r, a) for i, (r, a) in enumerate(dims)]

@@ -1,4 +1,6 @@
-"""A spec table as Python: a readable module of PartitionSpecs, and ordered regular expressions over leaf paths."""
+"""A spec table as Python: a readable module of PartitionSpecs, and ordered regular expressions over
+leaf paths.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,13 @@ def shardings_of(argument, tree, mesh, specs=INPUTS):
 
 def python_text(table: SpecTable) -> str:
     """A module that depends on jax only."""
-    rules = "".join(f"\n    {rule}" for rule in table.rules) or "\n    none: everything is replicated"
+    rules = (
+        "".join(f"\n    {rule}" for rule in table.rules) or "\n    none: everything is replicated"
+    )
     parts = [
         _docstring(
-            f"Shardings of {table.function} on mesh {table.mesh.axes}, written by autoshard.\n\nRules:{rules}\n"
+            f"Shardings of {table.function} on mesh {table.mesh.axes}, written by "
+            f"autoshard.\n\nRules:{rules}\n"
         ),
         "import jax\nfrom jax.sharding import PartitionSpec as P\n",
         f"MESH_AXES = {table.mesh.axes!r}\n",
@@ -55,9 +60,15 @@ def _docstring(text: str) -> str:
 
 
 def _dict_text(name: str, leaves: Mapping[str, Leaf]) -> str:
-    """Specs by leaf path; a pattern before its exceptions, because the later entry of a dict stays."""
+    """Specs by leaf path; a pattern before its exceptions, because the later entry of a dict
+    stays.
+    """
     lines = fold({path: spec_text(leaf.spec) for path, leaf in leaves.items()})
-    ordered = sorted(lines.items(), key=lambda line: -len(line[1][0])) if _needs_order(lines) else list(lines.items())
+    ordered = (
+        sorted(lines.items(), key=lambda line: -len(line[1][0]))
+        if _needs_order(lines)
+        else list(lines.items())
+    )
     rows = [f"    {_entry(path, each, spec)}," for path, (each, spec) in ordered]
     return "\n".join([f"{name} = {{", *rows, "}"]) + "\n"
 
@@ -77,7 +88,10 @@ def _entry(path: str, each: Each, spec: str) -> str:
 
 
 def _range_text(text: str) -> str:
-    runs = [f"range({run.stop})" if run.start == 0 else f"range({run.start}, {run.stop})" for run in ranges_of(text)]
+    runs = [
+        f"range({run.stop})" if run.start == 0 else f"range({run.start}, {run.stop})"
+        for run in ranges_of(text)
+    ]
     return runs[0] if len(runs) == 1 else f"({', '.join(f'*{run}' for run in runs)})"
 
 
@@ -87,13 +101,18 @@ def regex_text(table: SpecTable, leaves: Mapping[str, Leaf]) -> str:
     rows = [f"    ({pattern!r}, {spec})," for pattern, spec in rules]
     head = _docstring(
         f"Sharding rules of {table.function} on mesh {table.mesh.axes}, written by autoshard.\n\n"
-        f"Ordered: (pattern, PartitionSpec); re.search over the leaf path, the first match decides.\n"
+        f"Ordered: (pattern, PartitionSpec); re.search over the leaf path, the first match "
+        f"decides.\n"
     )
-    return "\n".join([head, "from jax.sharding import PartitionSpec as P\n", "RULES = (", *rows, ")"]) + "\n"
+    return (
+        "\n".join([head, "from jax.sharding import PartitionSpec as P\n", "RULES = (", *rows, ")"])
+        + "\n"
+    )
 
 
 def regex_rules(specs: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Few rules that give every path its spec: the shortest ends of paths that agree, and single paths before them.
+    """Few rules that give every path its spec: the shortest ends of paths that agree, and single
+    paths before them.
 
     >>> regex_rules({"p/0/wq": "P('a')", "p/1/wq": "P('a')", "p/0/b": "P()", "m/b": "P()", "q/b": "P('a')"})
     [('^q/b$', "P('a')"), ('(^|/)wq$', "P('a')"), ('(^|/)b$', 'P()')]
@@ -110,7 +129,11 @@ def regex_rules(specs: Mapping[str, str]) -> list[tuple[str, str]]:
             common, count = counts.most_common(1)[0]
             whole = all(len(path.split("/")) <= length for path in members)
             if len(counts) == 1 or whole or len(members) - count == 1:
-                single.extend((f"^{re.escape(path)}$", specs[path]) for path in members if specs[path] != common)
+                single.extend(
+                    (f"^{re.escape(path)}$", specs[path])
+                    for path in members
+                    if specs[path] != common
+                )
                 ends.append((end, common))
             else:
                 cover(members, length + 1)
@@ -125,7 +148,9 @@ def regex_rules(specs: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _numbered(part: str) -> str:
-    """A pattern for `7`, `layers_7` and the like, in which the number may be any; `fc1` is itself."""
+    """A pattern for `7`, `layers_7` and the like, in which the number may be any; `fc1` is
+    itself.
+    """
     return re.sub(r"(^|_)[0-9]+$", r"\1\\d+", re.escape(part))
 
 

@@ -1,4 +1,6 @@
-"""`pkg.module:factory`: what the command line searches for. Imported only from where the person says."""
+"""`pkg.module:factory`: what the command line searches for. Imported only from where the person
+says.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,23 @@ def load_factory(where: str) -> Callable[[], Any]:
     """
     module_name, colon, name = where.rpartition(":")
     if not colon or not module_name or not name:
-        raise FactoryError(f"{where!r} is no factory. Write pkg.module:factory, or path/to/file.py:factory.")
+        raise FactoryError(
+            f"{where!r} is no factory. Write pkg.module:factory, or path/to/file.py:factory."
+        )
     try:
         module = _module(module_name)
     except FactoryError:
         raise
     except Exception as error:
-        raise FactoryError(f"{where}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise FactoryError(
+            f"{where}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     factory: Callable[[], Any] | None = getattr(module, name, None)
     if factory is None or not callable(factory):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise FactoryError(
-            f"{where}: {module_name} has no function {name!r}. It has {', '.join(public[:10]) or 'none'}."
+            f"{where}: {module_name} has no function {name!r}. It has "
+            f"{', '.join(public[:10]) or 'none'}."
         )
     return factory
 
@@ -74,7 +81,9 @@ def call_factory(where: str) -> dict[str, Any]:
     try:
         made = factory()
     except Exception as error:
-        raise FactoryError(f"{where}: the factory failed: {type(error).__name__}: {error}") from error
+        raise FactoryError(
+            f"{where}: the factory failed: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(made, Mapping):
         arguments = dict(made)
     elif isinstance(made, tuple) and len(made) == 2:
@@ -90,7 +99,9 @@ def call_factory(where: str) -> dict[str, Any]:
 
 
 def use_cpu_devices(count: int | None) -> None:
-    """Makes this process see `count` CPU devices and nothing else; must come before the first use of a device."""
+    """Makes this process see `count` CPU devices and nothing else; must come before the first use
+    of a device.
+    """
     if count is None:
         return
     if count < 1:
@@ -99,15 +110,19 @@ def use_cpu_devices(count: int | None) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
-        raise ArgumentError(f"--cpu-devices {count}: jax already started its devices ({error}).") from None
+        raise ArgumentError(
+            f"--cpu-devices {count}: jax already started its devices ({error})."
+        ) from None
 
 
 def use_processes(how: str | None) -> None:
-    """Joins this process with others that make the same call; must come before the first use of a device.
+    """Joins this process with others that make the same call; must come before the first use of a
+    device.
 
     Args:
-        how: `auto` where jax can tell from the environment (SLURM, Open MPI, Kubernetes, Cloud TPU), or
-            `HOST:PORT,COUNT,NUMBER`: where process 0 listens, how many there are, which one this is. None for alone.
+        how: `auto` where jax can tell from the environment (SLURM, Open MPI, Kubernetes, Cloud
+            TPU), or `HOST:PORT,COUNT,NUMBER`: where process 0 listens, how many there are, which
+            one this is. None for alone.
 
     Raises:
         ArgumentError: If it is neither.
@@ -119,7 +134,10 @@ def use_processes(how: str | None) -> None:
     if how != "auto":
         address, *numbers = how.split(",")
         if len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
-            raise ArgumentError(f"--distributed {how}: write auto, or HOST:PORT,COUNT,NUMBER such as node0:1234,4,0.")
+            raise ArgumentError(
+                f"--distributed {how}: write auto, or HOST:PORT,COUNT,NUMBER such as "
+                f"node0:1234,4,0."
+            )
         count, number = map(int, numbers)
         given = {"coordinator_address": address, "num_processes": count, "process_id": number}
     try:
@@ -127,6 +145,7 @@ def use_processes(how: str | None) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ProcessesError(
-            f"--distributed {how}: {reason}. Start all processes at the same time, and say where process 0 listens: "
+            f"--distributed {how}: {reason}. Start all processes at the same time, and say where "
+            f"process 0 listens: "
             f"HOST:PORT,COUNT,NUMBER."
         ) from None

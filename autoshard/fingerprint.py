@@ -1,4 +1,6 @@
-"""A stable digest of a jaxpr: equal in every process for one jax version, whatever its variables are called."""
+"""A stable digest of a jaxpr: equal in every process for one jax version, whatever its variables
+are called.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 def _plain(value: object) -> str:
-    """A parameter as text that is the same in every process; what has no such text is named by its type."""
+    """A parameter as text that is the same in every process; what has no such text is named by its
+    type.
+    """
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple | list):
         return "(" + ",".join(map(_plain, value)) + ")"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{_plain(v)}" for k, v in sorted(value.items(), key=lambda i: str(i[0]))) + "}"
+        return (
+            "{"
+            + ",".join(
+                f"{k}:{_plain(v)}" for k, v in sorted(value.items(), key=lambda i: str(i[0]))
+            )
+            + "}"
+        )
     if hasattr(value, "name") and hasattr(type(value), "__members__"):
         return str(value.name)
     if type(value).__module__.startswith("numpy") and getattr(value, "ndim", 1) == 0:
@@ -27,7 +37,9 @@ def _plain(value: object) -> str:
 
 
 def fingerprint(jaxpr: Any) -> str:
-    """Digest of shapes, dtypes, primitives, plain parameters and data flow; variable names do not enter."""
+    """Digest of shapes, dtypes, primitives, plain parameters and data flow; variable names do not
+    enter.
+    """
     digest = hashlib.blake2b(digest_size=12)
     numbers: dict[Any, int] = {}
 

@@ -1,15 +1,17 @@
-"""What each argument leaf is for: parameters, optimizer state or data, read from the data flow, never from names.
+"""What each argument leaf is for: parameters, optimizer state or data, read from the data flow,
+never from names.
 
-A leaf that comes back as an output one step later is state. State whose value reaches a contraction, gather or
-convolution through anything but its own update is a parameter; state that only feeds elementwise updates (momentum,
-variance, counts) is optimizer state. Where nothing comes back (a forward pass, a gradient), or only what has the batch
-axis (the cache of a decode step), the leaves without the batch axis are the parameters. What does not come back but is
-contracted as it was given, and has no batch axis, is a frozen parameter, and so are the leaves beside it in its
+A leaf that comes back as an output one step later is state. State whose value reaches a
+contraction, gather or convolution through anything but its own update is a parameter; state that
+only feeds elementwise updates (momentum, variance, counts) is optimizer state. Where nothing comes
+back (a forward pass, a gradient), or only what has the batch axis (the cache of a decode step), the
+leaves without the batch axis are the parameters. What does not come back but is contracted as it
+was given, and has no batch axis, is a frozen parameter, and so are the leaves beside it in its
 argument that have none either (biases, scales).
 
-The batch is the axis of most bytes that comes first in every leaf that brings it. It is nothing that a weight has: no
-axis that an anchor takes over from a leaf as it was given, beside what was computed, nor one that it contracts of two
-such leaves; unless most anchors have it.
+The batch is the axis of most bytes that comes first in every leaf that brings it. It is nothing
+that a weight has: no axis that an anchor takes over from a leaf as it was given, beside what was
+computed, nor one that it contracts of two such leaves; unless most anchors have it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from autoshard.dim_rules import LoopKind
 from autoshard.dims import NO_AXIS, LogicalAxes
 from autoshard.program import Eqn, Value
 
-ANCHORS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot", "ragged_dot_general"})
+ANCHORS = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "ragged_dot", "ragged_dot_general"}
+)
 
 
 class Group(enum.Enum):
@@ -40,8 +44,9 @@ class Groups:
 
     Attributes:
         of_input: By input leaf.
-        optimizer_values: Values that hold optimizer state or are computed from it at its own shape, before it meets the
-            parameters (`Value.index`); an axis rule that is scoped to the optimizer state applies to these.
+        optimizer_values: Values that hold optimizer state or are computed from it at its own shape,
+            before it meets the parameters (`Value.index`); an axis rule that is scoped to the
+            optimizer state applies to these.
     """
 
     of_input: tuple[Group, ...]
@@ -62,8 +67,14 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
     batch = _batch_axis(axes, carried, given)
     dims_of = [axes.of_value[v.index] for v in inputs]
     state_axes = [dims_of[leaf] for leaf in carried if inputs[leaf].shape]
-    brought = any(batch in dims for leaf, dims in enumerate(dims_of) if leaf not in carried and batch is not None)
-    frozen = _beside(program.input_argnums, _contracted(axes, given, batch if brought else None, carried))
+    brought = any(
+        batch in dims
+        for leaf, dims in enumerate(dims_of)
+        if leaf not in carried and batch is not None
+    )
+    frozen = _beside(
+        program.input_argnums, _contracted(axes, given, batch if brought else None, carried)
+    )
 
     def fixed(leaf: int) -> Group:
         able = any(axis != NO_AXIS for axis in dims_of[leaf]) and batch not in dims_of[leaf]
@@ -73,7 +84,10 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
     if state_axes and not (batch is not None and all(batch in dims for dims in state_axes)):
         anchored = _reaches_anchor(axes)
         kept = {True: Group.PARAMETER, False: Group.OPTIMIZER}
-        of_input = [kept[v.index in anchored] if leaf in carried else fixed(leaf) for leaf, v in enumerate(inputs)]
+        of_input = [
+            kept[v.index in anchored] if leaf in carried else fixed(leaf)
+            for leaf, v in enumerate(inputs)
+        ]
     else:
         told_by_batch = brought
         of_input = [fixed(leaf) for leaf in range(len(inputs))]
@@ -84,7 +98,9 @@ MIXED, NOTHING = -1, -2
 
 
 def _given(axes: LogicalAxes) -> list[int]:
-    """By value, the argument leaf that alone it is made from, `MIXED` for several, `NOTHING` for constants."""
+    """By value, the argument leaf that alone it is made from, `MIXED` for several, `NOTHING` for
+    constants.
+    """
     of = [NOTHING] * len(axes.program.values)
     for leaf, value in enumerate(axes.program.body.inputs):
         of[value.index] = leaf
@@ -114,12 +130,16 @@ def _sides(eqn: Eqn) -> Iterator[tuple[int, int]]:
         yield from ((0, 1), (1, 0))
 
 
-def _contracted(axes: LogicalAxes, given: Sequence[int], batch: int | None, carried: set[int]) -> set[int]:
-    """Leaves that an anchor takes beside activations, themselves none: not computed from what has the batch.
+def _contracted(
+    axes: LogicalAxes, given: Sequence[int], batch: int | None, carried: set[int]
+) -> set[int]:
+    """Leaves that an anchor takes beside activations, themselves none: not computed from what has
+    the batch.
 
-    Where there is no batch, activations are what is made from several leaves. Of two leaves that meet before there are
-    activations the larger one counts; but what meets a leaf that comes back is data. A table is looked up with what
-    comes from elsewhere: indices of the same argument (the edges of a graph) make it data.
+    Where there is no batch, activations are what is made from several leaves. Of two leaves that
+    meet before there are activations the larger one counts; but what meets a leaf that comes back
+    is data. A table is looked up with what comes from elsewhere: indices of the same argument (the
+    edges of a graph) make it data.
     """
     program = axes.program
     inputs, owners = program.body.inputs, program.input_argnums
@@ -173,7 +193,9 @@ def _beside(owners: Sequence[int | str], leaves: set[int]) -> set[int]:
 
 
 def _batch_axis(axes: LogicalAxes, carried: set[int], given: Sequence[int]) -> int | None:
-    """The axis that most bytes of intermediate values have, of those that come first in the leaves that bring them."""
+    """The axis that most bytes of intermediate values have, of those that come first in the leaves
+    that bring them.
+    """
     firsts: list[tuple[set[int], set[int]]] = []
     for group in (False, True):
         first, later = set(), set()
@@ -205,7 +227,9 @@ def _batch_axis(axes: LogicalAxes, carried: set[int], given: Sequence[int]) -> i
             for axis in axes.of_value[value.index]:
                 coverage[axis] = coverage.get(axis, 0.0) + trips * value.bytes
     usual = {axis for axis, count in anchored.items() if 2 * count > anchors}
-    free = sorted(axis for axis in leading if coverage.get(axis) and (axis not in of_weights or axis in usual))
+    free = sorted(
+        axis for axis in leading if coverage.get(axis) and (axis not in of_weights or axis in usual)
+    )
     return max(free, key=lambda axis: coverage[axis], default=None)
 
 
@@ -217,12 +241,16 @@ def _reaches_anchor(axes: LogicalAxes) -> set[int]:
         size = len(reached)
         for eqn in reversed(axes.program.eqns):
             reached |= {tie.source.index for tie in eqn.ties if tie.target.index in reached}
-            if eqn.primitive in ANCHORS or (not eqn.bodies and any(v.index in reached for v in eqn.outputs)):
+            if eqn.primitive in ANCHORS or (
+                not eqn.bodies and any(v.index in reached for v in eqn.outputs)
+            ):
                 reached |= {v.index for v in eqn.inputs}
     return reached
 
 
-def _optimizer_values(axes: LogicalAxes, of_input: Sequence[Group], state: Sequence[tuple[int, int]]) -> frozenset[int]:
+def _optimizer_values(
+    axes: LogicalAxes, of_input: Sequence[Group], state: Sequence[tuple[int, int]]
+) -> frozenset[int]:
     program = axes.program
     own = [leaf for leaf, group in enumerate(of_input) if group is Group.OPTIMIZER]
     inside = {program.body.inputs[leaf].index for leaf in own}

@@ -1,14 +1,18 @@
-"""The collectives of a compiled program, read from its text: kind, mesh axes, bytes, executions, source line.
+"""The collectives of a compiled program, read from its text: kind, mesh axes, bytes, executions,
+source line.
 
 What counts, and how often:
 
-- the body of a loop counts as often as the loop runs (`known_trip_count` on CPU and GPU; on TPU start, step and bound
-  of its counter; else once, and `trips_known` is False);
+- the body of a loop counts as often as the loop runs (`known_trip_count` on CPU and GPU; on TPU
+  start, step and bound of its counter; else once, and `trips_known` is False);
 - of a conditional the branch that sends most bytes counts (the first one of equals);
-- a start/done pair counts once, at the start. The TPU compiler repeats an asynchronous collective in every fusion that
-  it runs beside: the one in the computation with `AsyncCollectiveStart` counts;
-- an all-reduce of which a fusion keeps only this device's slice (how the TPU compiler writes it) is a reduce_scatter;
-- a send counts as a collective_permute, its recv does not; a group of one device sends nothing and is left out.
+- a start/done pair counts once, at the start. The TPU compiler repeats an asynchronous collective
+  in every fusion that it runs beside: the one in the computation with `AsyncCollectiveStart`
+  counts;
+- an all-reduce of which a fusion keeps only this device's slice (how the TPU compiler writes it) is
+  a reduce_scatter;
+- a send counts as a collective_permute, its recv does not; a group of one device sends nothing and
+  is left out.
 """
 
 from __future__ import annotations
@@ -54,16 +58,22 @@ _REMAT = "Involuntary full rematerialization"
 
 
 def read_collectives(
-    text: str, mesh_axes: Mapping[str, int], device_ids: NDArray[np.int64] | None = None, *, by_operand: bool = False
+    text: str,
+    mesh_axes: Mapping[str, int],
+    device_ids: NDArray[np.int64] | None = None,
+    *,
+    by_operand: bool = False,
 ) -> tuple[CollectiveOp, ...]:
     """Reads the collectives of a compiled program.
 
     Args:
         text: `compiled.as_text()`.
         mesh_axes: Name and size of every mesh axis, in mesh order.
-        device_ids: Partition ids laid out as the mesh; None is row-major, which is what `jit` uses for a mesh.
-        by_operand: One entry per operand: the compiler combines collectives of many values into one, which carries the
-            source line of one of them; here each has the line of the instruction that made it.
+        device_ids: Partition ids laid out as the mesh; None is row-major, which is what `jit` uses
+            for a mesh.
+        by_operand: One entry per operand: the compiler combines collectives of many values into
+            one, which carries the source line of one of them; here each has the line of the
+            instruction that made it.
 
     Returns:
         One entry per collective instruction and call site, in program order.
@@ -73,13 +83,16 @@ def read_collectives(
 
 
 def read_full_remat_warnings(stderr_text: str) -> int:
-    r"""Counts the distinct "Involuntary full rematerialization" messages that the partitioner printed.
+    r"""Counts the distinct "Involuntary full rematerialization" messages that the partitioner
+    printed.
 
     >>> line = "E0000 spmd.cc:1] [spmd] Involuntary full rematerialization. The compiler was not able to go from A to B"
     >>> read_full_remat_warnings(f"I0 {line}\nI1 {line}\nother")
     1
     """
-    found = (line[line.index(_REMAT) :].strip() for line in stderr_text.splitlines() if _REMAT in line)
+    found = (
+        line[line.index(_REMAT) :].strip() for line in stderr_text.splitlines() if _REMAT in line
+    )
     return len(set(found))
 
 
@@ -97,11 +110,17 @@ class _Reader:
             self._read[name] = ()  # a computation never calls itself
             computation = self._program.computations.get(name)
             if computation is not None:
-                ops = (op for i in computation.matching(_OPCODES) for op in self._instruction(computation, i))
+                ops = (
+                    op
+                    for i in computation.matching(_OPCODES)
+                    for op in self._instruction(computation, i)
+                )
                 self._read[name] = tuple(ops)
         return self._read[name]
 
-    def _instruction(self, computation: Computation, instruction: Instruction) -> tuple[CollectiveOp, ...]:
+    def _instruction(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[CollectiveOp, ...]:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _KINDS:
             op = self._collective(computation, instruction, _KINDS[opcode])
@@ -112,15 +131,22 @@ class _Reader:
         if opcode == "while":
             trips, known = trip_count(self._program, computation, instruction)
             inner = self.read(called["body"][0]) + self.read(called["condition"][0])
-            return tuple(replace(op, trips=op.trips * trips, trips_known=op.trips_known and known) for op in inner)
+            return tuple(
+                replace(op, trips=op.trips * trips, trips_known=op.trips_known and known)
+                for op in inner
+            )
         if opcode == "conditional":
             branches = [self.read(name) for names in called.values() for name in names]
             return max(branches, key=collective_bytes, default=())
         inner = tuple(op for names in called.values() for name in names for op in self.read(name))
         source, op_name = self._program.source(instruction), instruction.metadata("op_name")
-        return tuple(replace(op, source=op.source or source, op_name=op.op_name or op_name) for op in inner)
+        return tuple(
+            replace(op, source=op.source or source, op_name=op.op_name or op_name) for op in inner
+        )
 
-    def _collective(self, computation: Computation, instruction: Instruction, kind: str) -> CollectiveOp | None:
+    def _collective(
+        self, computation: Computation, instruction: Instruction, kind: str
+    ) -> CollectiveOp | None:
         if "async_collective_fusion_config" in instruction.attributes and not _starts(computation):
             return None
         axes, size = self._span(instruction)
@@ -162,20 +188,32 @@ class _Reader:
             sent = ring_bytes(op.kind, full, op.group_size)
             parts.append(
                 replace(
-                    op, full_bytes=full, sent_bytes=sent, shape=without_layout(shape), source=source, op_name=op_name
+                    op,
+                    full_bytes=full,
+                    sent_bytes=sent,
+                    shape=without_layout(shape),
+                    source=source,
+                    op_name=op_name,
                 )
             )
         return tuple(parts)
 
     def _maker(self, computation: Computation, name: str) -> tuple[str, str] | tuple[()]:
-        """Source line and name stack of what made a value, through copies and fusions; () where nothing says it."""
+        """Source line and name stack of what made a value, through copies and fusions; () where
+        nothing says it.
+        """
         for _ in range(32):
             instruction = computation.instructions.get(name)
             if instruction is None:
                 return ()
             if source := self._program.source(instruction):
                 return source, instruction.metadata("op_name")
-            called = [c for names in instruction.called().values() for c in names if c in self._program.computations]
+            called = [
+                c
+                for names in instruction.called().values()
+                for c in names
+                if c in self._program.computations
+            ]
             root = self._program.computations[called[0]].root if called else None
             if root is not None:
                 computation, name = self._program.computations[called[0]], root.name
@@ -195,7 +233,9 @@ class _Reader:
             return (), 2  # to another slice or host: no partition ids
         else:
             text = "{}"
-        text = text[: text.index("}}") + 2] if text.startswith("{{") else text.split("}", 1)[0] + "}"
+        text = (
+            text[: text.index("}}") + 2] if text.startswith("{{") else text.split("}", 1)[0] + "}"
+        )
         key = f"{bool(pairs)}{text}"
         if key not in self._spans:
             self._spans[key] = self._pairs_span(text) if pairs else self._groups_span(text)
@@ -203,7 +243,9 @@ class _Reader:
 
     def _pairs_span(self, text: str) -> tuple[tuple[str, ...], int]:
         numbers = [int(number) for number in re.findall(r"\d+", text)]
-        pairs = [pair for pair in zip(numbers[::2], numbers[1::2], strict=True) if pair[0] != pair[1]]
+        pairs = [
+            pair for pair in zip(numbers[::2], numbers[1::2], strict=True) if pair[0] != pair[1]
+        ]
         if not pairs:
             return (), 1
         axes = self._mesh.moved_along(pairs)
@@ -226,13 +268,17 @@ def _result_shape(instruction: Instruction) -> str:
     elements = tuple_elements(instruction.shape)
     if instruction.opcode == "send":
         return elements[0] if elements else instruction.shape
-    carries_operands = instruction.opcode != "all-reduce-start" or instruction.shape.startswith("((")
+    carries_operands = instruction.opcode != "all-reduce-start" or instruction.shape.startswith(
+        "(("
+    )
     if instruction.opcode.endswith("-start") and carries_operands and len(elements) >= 2:
         return elements[1]
     return instruction.shape
 
 
-def _keeps_a_slice(computation: Computation, instruction: Instruction, local: int, size: int) -> bool:
+def _keeps_a_slice(
+    computation: Computation, instruction: Instruction, local: int, size: int
+) -> bool:
     """True in a fusion that ends with the slice of an all-reduce that belongs to this device."""
     root = computation.root
     return (

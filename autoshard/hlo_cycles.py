@@ -1,10 +1,12 @@
-"""The compiler's own estimate of compute in a compiled TPU program: `"estimated_cycles"` of its operations.
+"""The compiler's own estimate of compute in a compiled TPU program: `"estimated_cycles"` of its
+operations.
 
-Each fusion, convolution, copy and custom call carries one, for one execution; collectives carry none. Loop bodies count
-as often as the loop runs, and of a conditional the longest branch does, as in `hlo`.
+Each fusion, convolution, copy and custom call carries one, for one execution; collectives carry
+none. Loop bodies count as often as the loop runs, and of a conditional the longest branch does, as
+in `hlo`.
 
-Only programs compiled at the full level carry estimates worth the name. An operation without one (2^64 - 1 stands in
-there too) counts as nothing.
+Only programs compiled at the full level carry estimates worth the name. An operation without one
+(2^64 - 1 stands in there too) counts as nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _CALLS = re.compile(r" (?:while|conditional|call|async-start)\(")
 
 
 def read_cycles(text: str) -> int | None:
-    """Estimated cycles of one call of a program, collectives left out; None where the compiler estimated nothing."""
+    """Estimated cycles of one call of a program, collectives left out; None where the compiler
+    estimated nothing.
+    """
     if not _CYCLES.search(text):
         return None
     program = parse_program(text)

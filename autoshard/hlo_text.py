@@ -1,6 +1,8 @@
-"""The text of a compiled program (`compiled.as_text()`) as computations and instructions, read without jaxlib.
+"""The text of a compiled program (`compiled.as_text()`) as computations and instructions, read
+without jaxlib.
 
-Only what `hlo` needs: instruction names, shapes, operands, called computations and attributes, of CPU, TPU and GPU
+Only what `hlo` needs: instruction names, shapes, operands, called computations and attributes, of
+    CPU, TPU and GPU
 programs.
 jaxlib's own parser of this text aborts the process on some programs, so it is never used.
 
@@ -19,7 +21,9 @@ from pathlib import PurePath
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\]")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
@@ -73,7 +77,9 @@ def tuple_elements(shape: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction; `attributes` is all text after the operands, `plain` the same with quoted strings emptied."""
+    """One instruction; `attributes` is all text after the operands, `plain` the same with quoted
+    strings emptied.
+    """
 
     name: str
     root: bool
@@ -84,7 +90,9 @@ class Instruction:
 
     @property
     def plain(self) -> str:
-        """Attributes with every quoted string emptied, so that user text cannot be taken for an attribute."""
+        """Attributes with every quoted string emptied, so that user text cannot be taken for an
+        attribute.
+        """
         return _QUOTED.sub('""', self.attributes)
 
     @property
@@ -96,7 +104,9 @@ class Instruction:
         return tuple(names)
 
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of the called computations by attribute (`body`, `condition`, `calls`, `branch_computations`, ...)."""
+        """Names of the called computations by attribute (`body`, `condition`, `calls`,
+        `branch_computations`, ...).
+        """
         plain = self.plain
         found: dict[str, tuple[str, ...]] = {key: (name,) for key, name in _CALLED.findall(plain)}
         for key, names in _CALLED_LISTS.findall(plain):
@@ -110,7 +120,9 @@ class Instruction:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parses one line of a computation, None if it is not an instruction (a comment, the rest of a long constant)."""
+    """Parses one line of a computation, None if it is not an instruction (a comment, the rest of a
+    long constant).
+    """
     head = _NAME.match(line)
     if head is None:
         return None
@@ -122,12 +134,19 @@ def parse_instruction(line: str) -> Instruction | None:
     closing = _closing(line, opening)
     opcode = line[end:opening].strip()
     return Instruction(
-        head[2], head[1] is not None, line[start:end], opcode, line[opening + 1 : closing], line[closing + 1 :]
+        head[2],
+        head[1] is not None,
+        line[start:end],
+        opcode,
+        line[opening + 1 : closing],
+        line[closing + 1 :],
     )
 
 
 def _closing(line: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening` (the end of the line if none does)."""
+    """Index of the parenthesis that closes the one at `opening` (the end of the line if none
+    does).
+    """
     depth = 0
     for match in re.compile(r'[()]|"(?:[^"\\]|\\.)*"').finditer(line, opening):
         if match[0] == "(":
@@ -155,7 +174,9 @@ class Computation:
     @property
     def root(self) -> Instruction | None:
         """The instruction whose value the computation returns."""
-        line = next((line for line in reversed(self.lines) if line.lstrip().startswith("ROOT ")), None)
+        line = next(
+            (line for line in reversed(self.lines) if line.lstrip().startswith("ROOT ")), None
+        )
         return parse_instruction(line) if line is not None else None
 
     def matching(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
@@ -169,14 +190,18 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class HloProgram:
-    """A compiled program: its computations, the name of the entry, `file:line` per stack frame number."""
+    """A compiled program: its computations, the name of the entry, `file:line` per stack frame
+    number.
+    """
 
     entry: str
     computations: Mapping[str, Computation]
     frames: Mapping[str, str]
 
     def source(self, instruction: Instruction) -> str:
-        """`file.py:line` of an instruction, or "": the metadata's own fields or its stack frame's."""
+        """`file.py:line` of an instruction, or "": the metadata's own fields or its stack
+        frame's.
+        """
         if frame := instruction.metadata("stack_frame_id"):
             return self.frames.get(frame, "")
         file, line = instruction.metadata("source_file"), instruction.metadata("source_line")
@@ -184,7 +209,9 @@ class HloProgram:
 
 
 def parse_program(text: str) -> HloProgram:
-    """Splits the text of a compiled program into computations; never fails, what is not understood is left out."""
+    """Splits the text of a compiled program into computations; never fails, what is not understood
+    is left out.
+    """
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[str, str]] = {}
     entry, current, table = "", None, None
@@ -207,7 +234,10 @@ def parse_program(text: str) -> HloProgram:
 
 
 def _frames(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    files = {number: PurePath(name.strip('"')).name for number, name in tables.get("FileNames", {}).items()}
+    files = {
+        number: PurePath(name.strip('"')).name
+        for number, name in tables.get("FileNames", {}).items()
+    }
     places = {}
     for number, row in tables.get("FileLocations", {}).items():
         match = re.search(r"file_name_id=(\d+).*?\bline=(\d+)", row)

@@ -15,7 +15,9 @@ _SAME = ("copy", "bitcast", "reshape", "copy-done", "convert")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A value: an instruction of a computation; inside a fusion, with the values its parameters stand for."""
+    """A value: an instruction of a computation; inside a fusion, with the values its parameters
+    stand for.
+    """
 
     program: HloProgram
     computation: Computation
@@ -63,7 +65,9 @@ class _Place:
         return int(match[1]) if match else None
 
 
-def trip_count(program: HloProgram, computation: Computation, loop: Instruction) -> tuple[int, bool]:
+def trip_count(
+    program: HloProgram, computation: Computation, loop: Instruction
+) -> tuple[int, bool]:
     """Executions of a loop's body per execution of the loop.
 
     Args:

@@ -1,8 +1,9 @@
-"""Steps in the manner of `nnx.jit`: modules and optimizers go in, are changed in place, and only the rest is returned.
+"""Steps in the manner of `nnx.jit`: modules and optimizers go in, are changed in place, and only
+the rest is returned.
 
-`functional` makes a pure function of such a step: it returns what was changed before what the step returns. A plan
-calls that, and writes the changes back into the caller's objects. Flax is not imported here: without it there are no
-modules.
+`functional` makes a pure function of such a step: it returns what was changed before what the step
+returns. A plan calls that, and writes the changes back into the caller's objects. Flax is not
+imported here: without it there are no modules.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ class InPlace:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The changed modules, then what the step returns."""
         if len(args) <= max(self.changed):
-            raise ArgumentError(f"pass argument {max(self.changed)} by position: the plan changes it in place.")
+            raise ArgumentError(
+                f"pass argument {max(self.changed)} by position: the plan changes it in place."
+            )
         out = self.step(*args, **kwargs)
         return (*(args[i] for i in self.changed), *(out if self._many else (out,)))
 
     def finish(self, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        """Writes what a call of the plan changed into the caller's modules; what the step itself returns."""
+        """Writes what a call of the plan changed into the caller's modules; what the step itself
+        returns.
+        """
         from flax import nnx
 
         count = len(self.changed)
@@ -65,7 +70,8 @@ def functional(
         mesh: The mesh with Auto axes, under which it is traced.
 
     Raises:
-        ArgumentError: If it adds variables to a module or takes some away, so that the next call would have others.
+        ArgumentError: If it adds variables to a module or takes some away, so that the next call
+            would have others.
     """
     modules = [i for i, arg in enumerate(args) if _is_module(arg)]
     if not modules or isinstance(fn, InPlace):
@@ -73,7 +79,9 @@ def functional(
     changed: list[int] = []
     many: list[bool] = []
     leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
-    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    arrays = [
+        i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    ]
 
     def watched(*traced: Any) -> None:
         flat = list(leaves)
@@ -89,7 +97,8 @@ def functional(
             if tree != old_tree:
                 raise ArgumentError(
                     f"{getattr(fn, '__name__', fn)} changes the structure of argument {i} (a "
-                    f"{type(args[i]).__name__}): variables come or go. Make them before, for instance with one call."
+                    f"{type(args[i]).__name__}): variables come or go. Make them before, for "
+                    f"instance with one call."
                 )
             if any(a is not b for a, b in zip(old, new, strict=True)):
                 changed.append(i)

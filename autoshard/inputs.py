@@ -1,8 +1,10 @@
-"""Inputs for verifying and measuring: the person's arrays (copied, never donated) or arrays made here, shard by shard.
+"""Inputs for verifying and measuring: the person's arrays (copied, never donated) or arrays made
+here, shard by shard.
 
-Made floats are uniform in [0.01, 0.11) (positive, so that square roots of second moments and logarithms stay finite);
-made integers are uniform in [0, bound), where bound is the smallest dimension that the program indexes with integers,
-so that look-ups stay in range. Values depend on the leaf and the global position only, so every layout gets the same.
+Made floats are uniform in [0.01, 0.11) (positive, so that square roots of second moments and
+logarithms stay finite); made integers are uniform in [0, bound), where bound is the smallest
+dimension that the program indexes with integers, so that look-ups stay in range. Values depend on
+the leaf and the global position only, so every layout gets the same.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Inputs:
     def place(self, shardings: Sequence[Sharding]) -> list[jax.Array]:
         """Fresh arrays with these shardings; the person's own arrays are never handed out.
 
-        Arrays that several processes have parts of are moved by all of them: they must all come here.
+        Arrays that several processes have parts of are moved by all of them: they must all come
+        here.
         """
         return [self._place(i, sharding) for i, sharding in enumerate(shardings)]
 
@@ -54,7 +57,11 @@ class Inputs:
             return self._make(number, aval, sharding)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return _keys(whole(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding)
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and _same_devices(leaf.sharding, sharding):
+        if (
+            isinstance(leaf, jax.Array)
+            and not leaf.is_fully_addressable
+            and _same_devices(leaf.sharding, sharding)
+        ):
             return _moved(leaf, sharding)
         host = whole(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
         if host.dtype != aval.dtype:
@@ -65,7 +72,9 @@ class Inputs:
         if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             key = jax.random.key(number, impl=aval.dtype._impl.name)
             data = np.asarray(jax.random.key_data(key))
-            return _keys(np.broadcast_to(data, (*aval.shape, *data.shape)), aval.dtype._impl.name, sharding)
+            return _keys(
+                np.broadcast_to(data, (*aval.shape, *data.shape)), aval.dtype._impl.name, sharding
+            )
         fill = self._filler(number, aval)
         return jax.make_array_from_callback(aval.shape, sharding, fill)
 
@@ -102,7 +111,9 @@ def whole(leaf: jax.Array) -> np.ndarray:
     if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         mesh = getattr(leaf.sharding, "mesh", None)
         if mesh is None:
-            raise ArgumentError(f"an array with {leaf.sharding} spans processes; give it a NamedSharding.")
+            raise ArgumentError(
+                f"an array with {leaf.sharding} spans processes; give it a NamedSharding."
+            )
         leaf = _moved(leaf, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
 
@@ -113,7 +124,9 @@ def _moved(leaf: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _same_devices(a: Sharding, b: Sharding) -> bool:
-    """True if the shardings are over the same devices in the same order, so that one program may take both."""
+    """True if the shardings are over the same devices in the same order, so that one program may
+    take both.
+    """
     one, two = (getattr(s, "mesh", None) for s in (a, b))
     return one is not None and two is not None and list(one.devices.flat) == list(two.devices.flat)
 
@@ -122,7 +135,9 @@ def _put(host: np.ndarray, aval: Any, sharding: Sharding) -> jax.Array:
     if aval.dtype == jax.dtypes.float0:
         return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
     # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the person's.
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: np.array(host[index], copy=True)
+    )
 
 
 def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
@@ -131,18 +146,26 @@ def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
         placed: jax.Array = jax.device_put(keys, sharding)
         return placed
     # jax moves no keys to devices of other processes; their data's last dimension is whole.
-    parts = jax.make_array_from_callback(data.shape, sharding, lambda index: np.array(data[index], copy=True))
+    parts = jax.make_array_from_callback(
+        data.shape, sharding, lambda index: np.array(data[index], copy=True)
+    )
     spread: jax.Array = jax.random.wrap_key_data(parts, impl=impl)
     return spread
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """`jax.device_put`, also for what every process has the whole of onto devices of several processes."""
-    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+    """`jax.device_put`, also for what every process has the whole of onto devices of several
+    processes.
+    """
+    if sharding.is_fully_addressable or (
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    ):
         placed: jax.Array = jax.device_put(leaf, sharding)
         return placed
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _keys(np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding)
+        return _keys(
+            np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding
+        )
     host = np.asarray(leaf)
     return _put(host.astype(jax.dtypes.canonicalize_dtype(host.dtype)), host, sharding)
 

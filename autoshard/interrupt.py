@@ -1,4 +1,6 @@
-"""Ctrl-C ends a search, also where the exception it raises is lost (inside a finaliser, or a callback from C++)."""
+"""Ctrl-C ends a search, also where the exception it raises is lost (inside a finaliser, or a
+callback from C++).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Any
 
 
 class Interrupts:
-    """Remembers SIGINT while it is open; a context manager. Outside the main thread it does nothing."""
+    """Remembers SIGINT while it is open; a context manager. Outside the main thread it does
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._seen = False
@@ -25,7 +29,10 @@ class Interrupts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
@@ -39,7 +46,9 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it a first Ctrl-C is kept for `check`: what is being done waits for others, or they for it."""
+        """Within it a first Ctrl-C is kept for `check`: what is being done waits for others, or
+        they for it.
+        """
         before, self._held = self._held, True
         try:
             yield

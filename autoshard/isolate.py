@@ -1,10 +1,13 @@
-"""Partitions and compiles candidates in another process: one that aborts, hangs or eats the memory ends there.
+"""Partitions and compiles candidates in another process: one that aborts, hangs or eats the memory
+ends there.
 
-Forking a process that has used jax hangs, so the worker is a fresh interpreter. It is given StableHLO bytecode and
-XLA's compile options, and gives back the program's text and memory figures, from which the evidence is read as for a
-program compiled here. Starting costs a second or two; one worker is kept warm, and replaced when it dies.
+Forking a process that has used jax hangs, so the worker is a fresh interpreter. It is given
+StableHLO bytecode and XLA's compile options, and gives back the program's text and memory figures,
+from which the evidence is read as for a program compiled here. Starting costs a second or two; one
+worker is kept warm, and replaced when it dies.
 
-Not covered: programs that call back into Python (`InProcess` says so), and lowering, which is jax's own Python.
+Not covered: programs that call back into Python (`InProcess` says so), and lowering, which is jax's
+    own Python.
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ from autoshard.trial import CompiledEvidence
 COMMAND = (sys.executable, "-P", "-m", "autoshard.compile_worker")
 
 START_LIMIT_S = 120.0
-"""Starting takes a second or two from a local disk; a busy machine and a network file system are allowed for."""
+"""Starting takes a second or two from a local disk; a busy machine and a network file system are
+allowed for."""
 
 END_LIMIT_S = 10.0
 """A process that closed its end of the pipe without ending is given this long."""
 
 _LACKING = re.compile(r"\b(NOT_FOUND|UNIMPLEMENTED)\b")
-"""Errors that may say only that a handler registered in this process (`jax.ffi`) does not exist in the worker."""
+"""Errors that may say only that a handler registered in this process (`jax.ffi`) does not exist in
+the worker."""
 
 _TELLING = re.compile(r"Check failed|^F\d{4} |terminate called|what\(\):|Error: ")
 _STACK = re.compile(r"^\s*(@\s+0x|\*\*\*)")
@@ -65,7 +70,9 @@ class InProcess:
 
 
 class Isolation:
-    """A worker process that compiles; a context manager. The worker starts at once and is waited for at first use."""
+    """A worker process that compiles; a context manager. The worker starts at once and is waited
+    for at first use.
+    """
 
     def __init__(
         self,
@@ -98,7 +105,10 @@ class Isolation:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._stop()
 
@@ -137,8 +147,12 @@ class Isolation:
             return InProcess(reply.error) if _LACKING.search(reply.error) else Failure(reply.error)
         return read_program(reply.text, reply.figures, worker.written(), self.mesh)
 
-    def partition(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure | InProcess:
-        """What `partition` would find, or why there is nothing: a Failure where the passes ended the process."""
+    def partition(
+        self, lowered: jax.stages.Lowered
+    ) -> Partitioned | PartitionFailure | Failure | InProcess:
+        """What `partition` would find, or why there is nothing: a Failure where the passes ended
+        the process.
+        """
         worker = self._ready_worker(())
         if worker is None:
             return InProcess(self._unavailable)
@@ -156,7 +170,9 @@ class Isolation:
         return reply
 
     def kill(self) -> None:
-        """Ends the worker from another thread, whatever it is doing; `read` then returns a Failure."""
+        """Ends the worker from another thread, whatever it is doing; `read` then returns a
+        Failure.
+        """
         if self._worker is not None:
             self._worker.process.kill()
 
@@ -171,7 +187,9 @@ class Isolation:
             if isinstance(found, Failure):
                 self._unavailable = f"no process to compile in could be started ({found.reason})"
             elif not set(device_ids) <= set(found):
-                self._unavailable = f"a process of its own sees devices {found}, not {list(device_ids)}"
+                self._unavailable = (
+                    f"a process of its own sees devices {found}, not {list(device_ids)}"
+                )
             self._ready = not self._unavailable
         return self._worker if self._ready else None
 
@@ -220,7 +238,9 @@ class _Worker:
         self._stderr.close()
 
     def exchange(self, message: bytes | None, expected: type[_T], timeout_s: float) -> _T | Failure:
-        """Sends a message, if any, and waits for one; after a Failure the worker is of no more use."""
+        """Sends a message, if any, and waits for one; after a Failure the worker is of no more
+        use.
+        """
         expired = threading.Event()
 
         def expire() -> None:
@@ -229,7 +249,9 @@ class _Worker:
 
         self._start += len(self.written())
         timer = threading.Timer(timeout_s, expire)
-        timer.daemon = True  # a Ctrl-C while it starts leaves it running: it must not keep the process
+        timer.daemon = (
+            True  # a Ctrl-C while it starts leaves it running: it must not keep the process
+        )
         try:
             timer.start()
             if message is not None:
@@ -237,11 +259,15 @@ class _Worker:
             return msgspec.msgpack.decode(self._connection.recv_bytes(), type=expected)
         except (EOFError, OSError):
             if expired.is_set():
-                return Failure(f"it took longer than {timeout_s:g} s; the compiler's process was ended")
+                return Failure(
+                    f"it took longer than {timeout_s:g} s; the compiler's process was ended"
+                )
             return Failure(self._why_it_ended())
         except msgspec.DecodeError as error:
             return Failure(f"the compiler's process sent what cannot be read ({error})")
-        except BaseException:  # interrupted: an answer may still come, and would be taken for that to the next request
+        except (
+            BaseException
+        ):  # interrupted: an answer may still come, and would be taken for that to the next request
             self.process.kill()
             self.process.wait()
             raise
@@ -268,12 +294,15 @@ class _Worker:
 
 
 def last_words(stderr: str) -> str:
-    r"""The line of standard error that tells best why a process ended: a failed check, else the last one.
+    r"""The line of standard error that tells best why a process ended: a failed check, else the
+    last one.
 
     >>> last_words("F0101 a.cc:7] Check failed: x == y\n*** Check failure stack trace: ***\n    @  0x7f  f()\n")
     'F0101 a.cc:7] Check failed: x == y'
     """
-    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _STACK.match(line)]
+    lines = [
+        line.strip() for line in stderr.splitlines() if line.strip() and not _STACK.match(line)
+    ]
     telling = [line for line in lines if _TELLING.search(line)]
     return (telling or lines or ["nothing on its standard error"])[-1][:300]
 
@@ -282,7 +311,9 @@ def _environment(mesh: MeshInfo) -> dict[str, str]:
     """The environment of a process that imports what this one imports and sees the same devices."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process holds the memory of the accelerators
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = (
+        "false"  # this process holds the memory of the accelerators
+    )
     if mesh.target is not None:
         return environment | target_topology.environment(mesh.target)
     environment["JAX_PLATFORMS"] = getattr(jax.config, "jax_platforms", None) or ""

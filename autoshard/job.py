@@ -1,4 +1,5 @@
-"""A job: what to search for and with what effort, from a TOML file or from options of the command line.
+"""A job: what to search for and with what effort, from a TOML file or from options of the command
+line.
 
     factory = "train.py:factory"
     mesh = "data=4,model=2"
@@ -8,10 +9,11 @@
     "params/wq" = ["", "model"]
     "re:.*/bias" = { only = ["data"] }
 
-Instead of a factory, `[variants]` names one for each way to write the same step (`remat = "train.py:remat"`): all are
-searched. A pin is a list with one entry a dimension: `""` for unsharded, a mesh axis, or a list of mesh axes; with
-`only`, the mesh axes that may split the dimension (`"*"`: any), and the search decides. `re:` begins a pattern of leaf
-paths. Nothing read from a job file is executed; factories are imported as if they stood on the command line, from the
+Instead of a factory, `[variants]` names one for each way to write the same step (`remat =
+"train.py:remat"`): all are searched. A pin is a list with one entry a dimension: `""` for
+unsharded, a mesh axis, or a list of mesh axes; with `only`, the mesh axes that may split the
+dimension (`"*"`: any), and the search decides. `re:` begins a pattern of leaf paths. Nothing read
+from a job file is executed; factories are imported as if they stood on the command line, from the
 same places.
 """
 
@@ -64,7 +66,8 @@ class Job:
         mesh: Such as `data=4,model=2`.
         target: Hardware that is not here, such as `tpu:v5e:4x4`.
         cpu_devices: Work on this many CPU devices.
-        distributed: Search together with other processes (`jax.distributed`): `auto`, or `HOST:PORT,COUNT,NUMBER`.
+        distributed: Search together with other processes (`jax.distributed`): `auto`, or
+            `HOST:PORT,COUNT,NUMBER`.
         memory_budget: Per device, such as `16GiB`.
         hardware: A preset, or a file written by calibration.
         compiled: Candidates to compile, by all workers together.
@@ -113,7 +116,9 @@ class Job:
 
     def updated(self, options: Mapping[str, Any]) -> Job:
         """This job with the options that were given (are not None)."""
-        return replace(self, **{name: value for name, value in options.items() if value is not None})
+        return replace(
+            self, **{name: value for name, value in options.items() if value is not None}
+        )
 
     @property
     def effort(self) -> Effort:
@@ -140,7 +145,9 @@ def read_job(what: str, options: Mapping[str, Any]) -> Job:
     path = Path(what)
     try:
         if path.stat().st_size > LARGEST_BYTES:
-            raise ArgumentError(f"job file {what}: larger than {LARGEST_BYTES} bytes; that is no job file.")
+            raise ArgumentError(
+                f"job file {what}: larger than {LARGEST_BYTES} bytes; that is no job file."
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -157,11 +164,15 @@ def parse_job(text: str, where: str) -> Job:
     try:
         read = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ArgumentError(f"job file {where}: no TOML: {str(error) or 'nested too deeply'}.") from None
+        raise ArgumentError(
+            f"job file {where}: no TOML: {str(error) or 'nested too deeply'}."
+        ) from None
     known = [f.name for f in fields(Job)]
     unknown = sorted(set(read) - set(known))
     if unknown:
-        raise ArgumentError(f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(known)}.")
+        raise ArgumentError(
+            f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(known)}."
+        )
     if not ("factory" in read) ^ ("variants" in read):
         raise ArgumentError(f"job file {where}: it must have either a factory or variants.")
     try:
@@ -188,8 +199,13 @@ def arguments_of(job: Job) -> dict[str, Any]:
     arguments |= {key: value for key, value in chosen.items() if value is not None}
     arguments.setdefault("isolate", True)
     if "mesh" not in arguments:
-        raise ArgumentError("no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one.")
-    if "effort" not in arguments or (job.compiled, job.measured, job.full, job.seconds) != (None,) * 4:
+        raise ArgumentError(
+            "no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one."
+        )
+    if (
+        "effort" not in arguments
+        or (job.compiled, job.measured, job.full, job.seconds) != (None,) * 4
+    ):
         arguments["effort"] = job.effort
     return arguments | {"seed": job.seed}
 
@@ -201,13 +217,16 @@ def _leaves(where: str) -> str | re.Pattern[str]:
         return re.compile(where.removeprefix(PATTERN))
     except re.error as error:
         raise ArgumentError(
-            f"pin {where!r}: no regular expression: {error}. Write it as in Python, such as 're:.*/bias'."
+            f"pin {where!r}: no regular expression: {error}. Write it as in Python, such as "
+            f"'re:.*/bias'."
         ) from None
 
 
 def _pin(said: Entries | OnlyPin) -> PartitionSpec | Only:
     if isinstance(said, OnlyPin):
-        return Only(*(PartitionSpec.UNCONSTRAINED if entry == ANY else _entry(entry) for entry in said.only))
+        return Only(
+            *(PartitionSpec.UNCONSTRAINED if entry == ANY else _entry(entry) for entry in said.only)
+        )
     return PartitionSpec(*map(_entry, said))
 
 
@@ -216,7 +235,8 @@ def _entry(said: str | list[str]) -> str | tuple[str, ...] | None:
 
 
 def _arguments_of_variants(factories: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `optimize` for several functions; but for these and their arguments, factories must agree.
+    """The arguments of `optimize` for several functions; but for these and their arguments,
+    factories must agree.
 
     Raises:
         FactoryError: If a factory fails.
@@ -230,7 +250,8 @@ def _arguments_of_variants(factories: Mapping[str, str]) -> dict[str, Any]:
         if len(variants) > 1 and made != common:
             differs = sorted(key for key in {*made, *common} if made.get(key) != common.get(key))
             raise ArgumentError(
-                f"variant {name!r}: {factory} gives another {', '.join(differs)} than {next(iter(factories))!r}; "
+                f"variant {name!r}: {factory} gives another {', '.join(differs)} than "
+                f"{next(iter(factories))!r}; "
                 f"variants share all arguments but fn and example_args."
             )
         common = made
@@ -255,7 +276,8 @@ def run_job(job: Job, *, again: bool = False, progress: bool = True) -> Plan:
     except TypeError as error:
         if "unexpected keyword argument" in str(error) and "optimize" in str(error):
             raise ArgumentError(
-                f"{job.factory or dict(job.variants)}: the factory gives what optimize does not take: {error}"
+                f"{job.factory or dict(job.variants)}: the factory gives what optimize does not "
+                f"take: {error}"
             ) from None
         raise
     if job.out is not None and jax.process_index() == 0:

@@ -1,16 +1,23 @@
-"""Opaque kernels by pieces: along which dimensions a `pallas_call` can be cut, and a kernel as one device runs it.
+"""Opaque kernels by pieces: along which dimensions a `pallas_call` can be cut, and a kernel as one
+device runs it.
 
-The partitioner runs a kernel whole on every device. Where its results can be had by running it on pieces of its arrays,
-the kernel goes into a `shard_map` instead. For a `pallas_call` that is proved from what the equation states, for one
-axis of its grid at a time and N pieces of that axis:
+The partitioner runs a kernel whole on every device. Where its results can be had by running it on
+pieces of its arrays, the kernel goes into a `shard_map` instead. For a `pallas_call` that is proved
+from what the equation states, for one axis of its grid at a time and N pieces of that axis:
 
-1. the kernel does not ask where it is along the axis (`program_id`), has no side effect, and carries nothing in scratch
-   memory from one step along the axis to the next (it has none, or the axis is declared `parallel`, or it is a vmap's);
-2. the blocks that an operand or result takes in piece p are those of piece 0, moved by p / N of one dimension, the
-   same for all steps, or not moved at all; this is evaluated for every step of the grid axes that the index map reads;
-3. each result moves, so that no two pieces write one block, and blocks divide the dimensions that move.
+1. the kernel does not ask where it is along the axis (`program_id`), has no side effect, and
+carries nothing in scratch
+   memory from one step along the axis to the next (it has none, or the axis is declared `parallel`,
+   or it is a vmap's);
+2. the blocks that an operand or result takes in piece p are those of piece 0, moved by p / N of one
+dimension, the
+   same for all steps, or not moved at all; this is evaluated for every step of the grid axes that
+   the index map reads;
+3. each result moves, so that no two pieces write one block, and blocks divide the dimensions that
+move.
 
-`h -> h // 4` (grouped-query attention) and `b * heads + h` (batch and heads in one axis) pass this test as well.
+`h -> h // 4` (grouped-query attention) and `b * heads + h` (batch and heads in one axis) pass this
+test as well.
 """
 
 from __future__ import annotations
@@ -32,7 +39,8 @@ MOST_STEPS = 2**18
 """An index map that needs more steps to be evaluated is not looked at."""
 
 _DATA = -1
-"""Stands for "depends on the data of a prefetched operand" among the grid axes that a block index depends on."""
+"""Stands for "depends on the data of a prefetched operand" among the grid axes that a block index
+depends on."""
 
 Shape = tuple[int, ...]
 
@@ -55,7 +63,9 @@ class GridLoop:
 
 
 def grid_rule(eqn: Eqn) -> DimRule:
-    """The dimension rule of a `pallas_call`: what can be cut passes, the rest is whole. Never raises."""
+    """The dimension rule of a `pallas_call`: what can be cut passes, the rest is whole. Never
+    raises.
+    """
     found = grid_loops(eqn)
     if not found:
         return whole_rule(eqn)
@@ -66,7 +76,9 @@ def grid_rule(eqn: Eqn) -> DimRule:
 
 
 def grid_loops(eqn: Eqn) -> tuple[GridLoop, ...]:
-    """The axes of a `pallas_call`'s grid that can be cut; none where its parameters are not as expected."""
+    """The axes of a `pallas_call`'s grid that can be cut; none where its parameters are not as
+    expected.
+    """
     try:
         return tuple(_grid_loops(eqn))
     except Exception:  # parameters of another jax: nothing is known, so nothing is cut
@@ -75,7 +87,11 @@ def grid_loops(eqn: Eqn) -> tuple[GridLoop, ...]:
 
 def _grid_loops(eqn: Eqn) -> Iterator[GridLoop]:
     params, mapping = eqn.params, eqn.params["grid_mapping"]
-    if compat.has_effects(eqn.origin) or params.get("mesh") is not None or mapping.local_grid_env is not None:
+    if (
+        compat.has_effects(eqn.origin)
+        or params.get("mesh") is not None
+        or mapping.local_grid_env is not None
+    ):
         return
     if getattr(params.get("compiler_params"), "has_side_effects", False):
         return
@@ -94,13 +110,24 @@ def _grid_loops(eqn: Eqn) -> Iterator[GridLoop]:
             continue
         for pieces in (n for n in range(int(steps), 1, -1) if steps % n == 0):
             moves = [block.moved_dim(axis, pieces) for block in maps]
-            places = {(*array, dim) for array, dim in zip(arrays, moves, strict=True) if dim is not None and dim >= 0}
-            whole_result = any(dim is None for (operand, _), dim in zip(arrays, moves, strict=True) if not operand)
+            places = {
+                (*array, dim)
+                for array, dim in zip(arrays, moves, strict=True)
+                if dim is not None and dim >= 0
+            }
+            whole_result = any(
+                dim is None for (operand, _), dim in zip(arrays, moves, strict=True) if not operand
+            )
             if -1 in moves or whole_result or places & taken or not _aliases_agree(params, places):
                 continue
             taken |= places
             operands = {position: dim for operand, position, dim in places if operand}
-            yield GridLoop(axis, pieces, operands, {position: dim for operand, position, dim in places if not operand})
+            yield GridLoop(
+                axis,
+                pieces,
+                operands,
+                {position: dim for operand, position, dim in places if not operand},
+            )
             break
 
 
@@ -125,7 +152,10 @@ def _carries(params: Mapping[str, Any], mapping: Any, axis: int) -> bool:
         return False
     semantics = getattr(params.get("compiler_params"), "dimension_semantics", None) or ()
     own = axis - sum(vmapped < axis for vmapped in mapping.vmapped_dims)
-    return own >= len(semantics) or "parallel" not in str(getattr(semantics[own], "value", semantics[own])).lower()
+    return (
+        own >= len(semantics)
+        or "parallel" not in str(getattr(semantics[own], "value", semantics[own])).lower()
+    )
 
 
 def _aliases_agree(params: Mapping[str, Any], places: set[tuple[bool, int, int]]) -> bool:
@@ -150,7 +180,9 @@ class _BlockMap:
         self._seen: dict[int, np.ndarray | None] = {}
 
     def moved_dim(self, axis: int, pieces: int) -> int | None:
-        """The dimension that moves with N pieces of a grid axis, None where none does, -1 where that is not certain."""
+        """The dimension that moves with N pieces of a grid axis, None where none does, -1 where
+        that is not certain.
+        """
         moved: int | None = None
         if len(self._reads) != len(self._shape):
             return -1 if any(axis in reads for reads in self._reads) else None
@@ -171,7 +203,12 @@ class _BlockMap:
             if (at == at[:1]).all():
                 continue
             step = np.arange(pieces)[:, None] * (blocks // pieces)
-            if blocks % pieces or (at - step != at[:1]).any() or at[0].min() < 0 or at[0].max() >= blocks // pieces:
+            if (
+                blocks % pieces
+                or (at - step != at[:1]).any()
+                or at[0].min() < 0
+                or at[0].max() >= blocks // pieces
+            ):
                 return -1
             if moved is not None:
                 return -1
@@ -190,7 +227,9 @@ class _BlockMap:
 
 
 def _block_size(dim: Any) -> int | None:
-    """Elements of a block along a dimension; None where the index counts something else than blocks."""
+    """Elements of a block along a dimension; None where the index counts something else than
+    blocks.
+    """
     name = type(dim).__name__
     if isinstance(dim, int):
         return dim
@@ -200,13 +239,17 @@ def _block_size(dim: Any) -> int | None:
 
 
 def _dependences(jaxpr: Any, grid_axes: int) -> list[frozenset[int]]:
-    """By result of an index map, the grid axes that it depends on, and `_DATA` where prefetched data enters."""
+    """By result of an index map, the grid axes that it depends on, and `_DATA` where prefetched
+    data enters.
+    """
     on: dict[Any, frozenset[int]] = {}
     for position, var in enumerate(jaxpr.invars):
         on[var] = frozenset({position if position < grid_axes else _DATA})
 
     def of(atoms: Sequence[Any]) -> frozenset[int]:
-        return frozenset(itertools.chain.from_iterable(on.get(a, ()) for a in atoms if not compat.is_literal(a)))
+        return frozenset(
+            itertools.chain.from_iterable(on.get(a, ()) for a in atoms if not compat.is_literal(a))
+        )
 
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
@@ -214,7 +257,9 @@ def _dependences(jaxpr: Any, grid_axes: int) -> list[frozenset[int]]:
     return [of([var]) for var in jaxpr.outvars]
 
 
-def params_of_piece(eqn: Eqn, cut: Mapping[int, int], operands: Sequence[Shape], results: Sequence[Shape]) -> Any:
+def params_of_piece(
+    eqn: Eqn, cut: Mapping[int, int], operands: Sequence[Shape], results: Sequence[Shape]
+) -> Any:
     """The parameters of a kernel as one device runs it.
 
     Args:
@@ -226,7 +271,10 @@ def params_of_piece(eqn: Eqn, cut: Mapping[int, int], operands: Sequence[Shape],
     params = dict(eqn.params)
     if eqn.primitive != "pallas_call":
         avals = zip(params["result_avals"], results, strict=True)
-        return {**params, "result_avals": tuple(aval.update(shape=tuple(shape)) for aval, shape in avals)}
+        return {
+            **params,
+            "result_avals": tuple(aval.update(shape=tuple(shape)) for aval, shape in avals),
+        }
     mapping = params["grid_mapping"]
     grid = list(mapping.grid)
     for number, loop in enumerate(grid_loops(eqn)):
@@ -238,6 +286,7 @@ def params_of_piece(eqn: Eqn, cut: Mapping[int, int], operands: Sequence[Shape],
     )
     params["grid_mapping"] = mapping.replace(grid=tuple(grid), block_mappings=blocks)
     params["out_avals"] = tuple(
-        aval.update(shape=tuple(shape)) for aval, shape in zip(params["out_avals"], results, strict=True)
+        aval.update(shape=tuple(shape))
+        for aval, shape in zip(params["out_avals"], results, strict=True)
     )
     return params

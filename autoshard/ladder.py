@@ -1,4 +1,6 @@
-"""Which candidates climb: how many are partitioned, compiled, verified and measured, and which one wins."""
+"""Which candidates climb: how many are partitioned, compiled, verified and measured, and which one
+wins.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,23 @@ from autoshard.search.proposer import Proposals
 
 PARTITIONED_PER_COMPILED = 2
 MORE_WORK = 1.5
-"""A program for arguments only that has so many times the flops per predicted second of any program with its layout
-stated inside did not split the work as its rules say; below, the rest (copies, norms) may account for it."""
+"""A program for arguments only that has so many times the flops per predicted second of any program
+with its layout stated inside did not split the work as its rules say; below, the rest (copies,
+norms) may account for it."""
 
 FIRST = 2 / 3
-"""Share of what is compiled that is chosen by partitioned times; the rest is chosen when their programs are known."""
+"""Share of what is compiled that is chosen by partitioned times; the rest is chosen when their
+programs are known."""
 
 FITTED_AT_LEAST = 3
-"""Measured programs from which it is told what others should take: compute and the links of two mesh axes differ."""
+"""Measured programs from which it is told what others should take: compute and the links of two
+mesh axes differ."""
 
 CHALLENGES = 2
 ROUNDS_OF_REJECTIONS = 3
 AS_GOOD = 1.01
-"""Compiled times within this ratio count as equal: their compute part is predicted, and no better than that."""
+"""Compiled times within this ratio count as equal: their compute part is predicted, and no better
+than that."""
 SAME = 1 + 1e-9
 """Times within this ratio differ by the order in which floats were added."""
 
@@ -37,14 +43,16 @@ class Effort:
     """How much evidence a search gathers.
 
     Attributes:
-        compiled: Candidates compiled at most (more only where none of them fits the budget or gives right numbers, or
-            where the clock says that others should be faster); up to half of them presets. The last third is chosen by
-            what the programs of the others say. For a TPU that is not here, at the compiler's quick level.
-        measured: Candidates measured at most, and as many again where the clock says that they should be faster; the
-            best preset is among them if it is two or more. On a target none is.
+        compiled: Candidates compiled at most (more only where none of them fits the budget or gives
+            right numbers, or where the clock says that others should be faster); up to half of them
+            presets. The last third is chosen by what the programs of the others say. For a TPU that
+            is not here, at the compiler's quick level.
+        measured: Candidates measured at most, and as many again where the clock says that they
+            should be faster; the best preset is among them if it is two or more. On a target none
+            is.
         seconds: Compile and measure nothing new after this long; None for as long as it takes.
-        full: On a target, candidates compiled at the compiler's full level, of those that `compiled` left; up to half
-            of them presets.
+        full: On a target, candidates compiled at the compiler's full level, of those that
+            `compiled` left; up to half of them presets.
         partitioned: Candidates partitioned (every preset is), by default twice `compiled`.
     """
 
@@ -60,11 +68,19 @@ class Effort:
         return f"{self.compiled} {self.measured} {self.full} {self.partitioned}"
 
     def __post_init__(self) -> None:
-        counts = self.compiled, self.measured, self.seconds or 0, self.full - 1, self.partitioned or 0
+        counts = (
+            self.compiled,
+            self.measured,
+            self.seconds or 0,
+            self.full - 1,
+            self.partitioned or 0,
+        )
         if any(count < 0 for count in counts):
             raise ArgumentError(f"{self!r}: all numbers must be >= 0, and full at least 1.")
         if self.measured > self.compiled:
-            raise ArgumentError(f"{self!r}: what is measured must be compiled first. Use compiled >= measured.")
+            raise ArgumentError(
+                f"{self!r}: what is measured must be compiled first. Use compiled >= measured."
+            )
 
 
 def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
@@ -77,7 +93,9 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
     more = _choose_more(race, effort, chosen)
     race.compile(more)
     chosen += more
-    if race.late() and (left := sum(c.trial.compiled is None and c.trial.status != "rejected" for c in chosen)):
+    if race.late() and (
+        left := sum(c.trial.compiled is None and c.trial.status != "rejected" for c in chosen)
+    ):
         race.progress.say(f"out of time after {len(chosen) - left} of {len(chosen)} compiles")
     fitting = [c for c in chosen if c.trial.compiled is not None and c.trial.status != "rejected"]
     if not fitting:
@@ -96,7 +114,9 @@ def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
 
 
 def uncompiled_best(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
-    """The best by prediction, or by what the partitioner says of the best predicted ones where that is asked for."""
+    """The best by prediction, or by what the partitioner says of the best predicted ones where that
+    is asked for.
+    """
     anchored = [c for c in race.candidates if c.trial.constraints == "anchors"]
     fitting = [c for c in anchored if _maybe_fits(c, race.budget_bytes, 1)]
     if not fitting:
@@ -110,21 +130,30 @@ def uncompiled_best(race: Race, proposals: Proposals, effort: Effort) -> Candida
 
 
 def choose_compiled(race: Race, effort: Effort, share: float = 1.0) -> list[Candidate]:
-    """What is worth compiling: what was compiled before, then the best of those that were partitioned.
+    """What is worth compiling: what was compiled before, then the best of those that were
+    partitioned.
 
     Args:
         race: Whose candidates.
         effort: How many are compiled.
         share: Of those, how many are chosen now.
     """
-    return race.shared.choose("compiled", lambda: _choose_compiled(race, effort, share), race.candidates)
+    return race.shared.choose(
+        "compiled", lambda: _choose_compiled(race, effort, share), race.candidates
+    )
 
 
 def _choose_compiled(race: Race, effort: Effort, share: float) -> list[Candidate]:
     hopeful = [c for c in race.candidates if _maybe_fits(c, race.budget_bytes, FAR)]
-    partitioned = PARTITIONED_PER_COMPILED * effort.compiled if effort.partitioned is None else effort.partitioned
+    partitioned = (
+        PARTITIONED_PER_COMPILED * effort.compiled
+        if effort.partitioned is None
+        else effort.partitioned
+    )
     ranked = _partitioned(race, _shortlist(_distinct(hopeful), max(partitioned, effort.compiled)))
-    known = [c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"]
+    known = [
+        c for c in race.candidates if c.trial.compiled is not None or c.trial.status == "rejected"
+    ]
     fresh = [c for c in ranked if c not in known]
     places = math.ceil(share * max(0, effort.compiled - len(known)))
     presets_at_least = math.ceil(share * (effort.compiled // 2))
@@ -140,17 +169,29 @@ def _choose_more(race: Race, effort: Effort, chosen: Sequence[Candidate]) -> lis
         revision = Revision(race)
 
         def best() -> list[Candidate]:
-            untried = [c for c in race.candidates if c.trial.compiled is None and c.trial.status != "rejected"]
-            return [c for c in _distinct([*compiled, *sorted(untried, key=revision.order)]) if c not in compiled]
+            untried = [
+                c
+                for c in race.candidates
+                if c.trial.compiled is None and c.trial.status != "rejected"
+            ]
+            return [
+                c
+                for c in _distinct([*compiled, *sorted(untried, key=revision.order)])
+                if c not in compiled
+            ]
 
-        race.partition([c for c in best()[: PARTITIONED_PER_COMPILED * places] if c.trial.partitioned is None])
+        race.partition(
+            [c for c in best()[: PARTITIONED_PER_COMPILED * places] if c.trial.partitioned is None]
+        )
         return best()[:places]
 
     return race.shared.choose("compiled", choose, race.candidates)
 
 
 def _partitioned(race: Race, shortlist: list[Candidate]) -> list[Candidate]:
-    """Partitions candidates; returns them best first by what came of it, without those that fail."""
+    """Partitions candidates; returns them best first by what came of it, without those that
+    fail.
+    """
     race.progress.say(f"partitioning {len(shortlist)} candidates")
     times = race.partition(shortlist)
 
@@ -163,9 +204,15 @@ def _partitioned(race: Race, shortlist: list[Candidate]) -> list[Candidate]:
 
 
 def _next_best(race: Race, count: int) -> list[Candidate]:
-    """Where everything that was tried is wrong: presets that were not, then others by prediction, a few at a time."""
+    """Where everything that was tried is wrong: presets that were not, then others by prediction, a
+    few at a time.
+    """
     rejected = sum(c.trial.status == "rejected" for c in race.candidates)
-    rest = [c for c in race.candidates if c.trial.status != "rejected" and _maybe_fits(c, race.budget_bytes, FAR)]
+    rest = [
+        c
+        for c in race.candidates
+        if c.trial.status != "rejected" and _maybe_fits(c, race.budget_bytes, FAR)
+    ]
     rest.sort(key=lambda c: not c.is_preset)
     few = rest[:count] if rejected < ROUNDS_OF_REJECTIONS * count else []
     for candidate in race.shared.choose("next", lambda: few, race.candidates):
@@ -176,7 +223,9 @@ def _next_best(race: Race, count: int) -> list[Candidate]:
 
 
 def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Candidate:
-    """Verifies and measures the best few; the fastest correct one, ties within noise by prediction."""
+    """Verifies and measures the best few; the fastest correct one, ties within noise by
+    prediction.
+    """
     left = list(fitting)
     while left:
         chosen = with_presets(left, effort.measured, presets_at_least=max(1, effort.measured // 2))
@@ -187,7 +236,9 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
             left = [c for c in left if c not in rejected] or _next_best(race, effort.compiled)
             continue
         race.measure(chosen)
-        measured = [c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"]
+        measured = [
+            c for c in chosen if c.trial.measured is not None and c.trial.status != "rejected"
+        ]
         if measured:
             return _challenged(race, race.fastest(measured), effort)
         left = [c for c in left if c not in chosen]
@@ -197,10 +248,11 @@ def _measured_winner(race: Race, fitting: list[Candidate], effort: Effort) -> Ca
 
 
 def _challenged(race: Race, winner: Candidate, effort: Effort) -> Candidate:
-    """The winner after those were measured too that should be faster by what the clock has said so far.
+    """The winner after those were measured too that should be faster by what the clock has said so
+    far.
 
-    None is where compiled times rank as the clock does; where the hardware was described wrongly, those come that its
-    right numbers favour, compiled now if they were not.
+    None is where compiled times rank as the clock does; where the hardware was described wrongly,
+    those come that its right numbers favour, compiled now if they were not.
     """
     for _ in range(CHALLENGES):
         measured = sum(c.trial.measured is not None for c in race.candidates)
@@ -209,7 +261,11 @@ def _challenged(race: Race, winner: Candidate, effort: Effort) -> Candidate:
 
         def choose(winner: Candidate = winner) -> list[Candidate]:
             revision = Revision(race)
-            left = [c for c in race.candidates if c.trial.measured is None and c.trial.status != "rejected"]
+            left = [
+                c
+                for c in race.candidates
+                if c.trial.measured is None and c.trial.status != "rejected"
+            ]
             budget = race.budget_bytes
             faster = [
                 c for c in left
@@ -231,18 +287,24 @@ def _challenged(race: Race, winner: Candidate, effort: Effort) -> Candidate:
 
 
 def charge_unsplit_work(race: Race, candidates: Sequence[Candidate]) -> None:
-    """Corrects the compute of layouts for arguments only whose programs do more work than their rules say; noted.
+    """Corrects the compute of layouts for arguments only whose programs do more work than their
+    rules say; noted.
 
-    Predicted compute takes the work to be split by the rules. Where nothing is stated inside, the partitioner decides,
-    and may leave it whole. The compiler's flops are no measure of seconds (it counts loop bodies once), but of two
-    programs of one function their ratio tells: it is held against that of the layouts that are stated inside. What
-    was corrected before, in evidence of an earlier run, stays as it is.
+    Predicted compute takes the work to be split by the rules. Where nothing is stated inside, the
+    partitioner decides, and may leave it whole. The compiler's flops are no measure of seconds (it
+    counts loop bodies once), but of two programs of one function their ratio tells: it is held
+    against that of the layouts that are stated inside. What was corrected before, in evidence of an
+    earlier run, stays as it is.
     """
     flops_per_s: dict[str, float] = {}
     for c in candidates:
         if c.trial.compiled is not None and c.trial.compiled.compute_from == "predicted":
-            flops_per_s[c.trial.key] = c.trial.compiled.flops / max(c.proposal.prediction.compute_s, 1e-30)
-    usual = max((flops_per_s.get(c.trial.key, 0.0) for c in candidates if c.layout.inside), default=0.0)
+            flops_per_s[c.trial.key] = c.trial.compiled.flops / max(
+                c.proposal.prediction.compute_s, 1e-30
+            )
+    usual = max(
+        (flops_per_s.get(c.trial.key, 0.0) for c in candidates if c.layout.inside), default=0.0
+    )
     for c in candidates:
         found = c.trial.compiled
         times = flops_per_s.get(c.trial.key, 0.0) / usual if usual and not c.layout.inside else 0.0
@@ -250,14 +312,17 @@ def charge_unsplit_work(race: Race, candidates: Sequence[Candidate]) -> None:
             continue
         compute_s = times * c.proposal.prediction.compute_s
         more_s = compute_s - found.compute_s
-        c.trial = replace(c.trial, compiled=replace(found, compute_s=compute_s, time_s=found.time_s + more_s))
+        c.trial = replace(
+            c.trial, compiled=replace(found, compute_s=compute_s, time_s=found.time_s + more_s)
+        )
         note = f"{c.trial.name}: its compiled program does {times:.1f} times the work that its rules say"
         race.notes.append(note)
         race.progress.say(note)
 
 
 def by_compiled_time(candidates: list[Candidate]) -> list[Candidate]:
-    """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest rules first.
+    """Fastest first by compiled time; of those that are as good as equal to the fastest, the fewest
+    rules first.
 
     What is slower than a preset among them, by however little, is not as good.
     """
@@ -278,7 +343,9 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         layout, trial = candidate.layout, candidate.trial
         moved = (
-            candidate.proposal.prediction.collectives if trial.partitioned is None else trial.partitioned.collectives
+            candidate.proposal.prediction.collectives
+            if trial.partitioned is None
+            else trial.partitioned.collectives
         )
         looks = (trial.constraints, layout.input_specs(), layout.output_specs(), moved)
         if looks not in seen or candidate.is_preset:
@@ -296,9 +363,11 @@ def _shortlist(candidates: list[Candidate], count: int) -> list[Candidate]:
 def with_presets(
     ranked: list[Candidate], count: int, presets_at_least: int, plain_at_least: int = 0
 ) -> list[Candidate]:
-    """The best `count` of a ranking, some places (never the first) kept for the best presets and plain rule lists.
+    """The best `count` of a ranking, some places (never the first) kept for the best presets and
+    plain rule lists.
 
-    Predictions of layouts under conditions err more, so the plain one they grew from competes with them.
+    Predictions of layouts under conditions err more, so the plain one they grew from competes with
+    them.
     """
     presets = [c for c in ranked if c.is_preset][: min(presets_at_least, max(count - 1, 0))]
     plain = [c for c in ranked if c.is_plain][: min(plain_at_least, count - len(presets))]
@@ -312,9 +381,11 @@ def _maybe_fits(candidate: Candidate, budget_bytes: int | None, factor: float) -
 
 
 def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Candidate]:
-    """Where nothing compiled fits: layouts and presets of the smallest predicted peak, before saying that none does.
+    """Where nothing compiled fits: layouts and presets of the smallest predicted peak, before
+    saying that none does.
 
-    Presets too, because their compiled peak is close to the predicted one; odd layouts may need far more.
+    Presets too, because their compiled peak is close to the predicted one; odd layouts may need far
+    more.
     """
     rest = [c for c in race.candidates if c not in tried and c.trial.status != "rejected"]
     rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
@@ -324,11 +395,17 @@ def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Ca
         race.compile([candidate])
         if candidate.trial.status != "rejected":
             return [candidate]
-    raise infeasible(race, None, compiled=True) if race.budget_bytes is not None else all_rejected(race)
+    raise (
+        infeasible(race, None, compiled=True)
+        if race.budget_bytes is not None
+        else all_rejected(race)
+    )
 
 
 def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> NoFeasiblePlanError:
-    """The error of a search in which nothing fits the budget, with the smallest and what is largest in it."""
+    """The error of a search in which nothing fits the budget, with the smallest and what is largest
+    in it.
+    """
     budget = bytes_text(race.budget_bytes or 0)
     smallest = min(race.candidates, key=lambda c: c.proposal.prediction.peak_bytes)
     prediction = smallest.proposal.prediction
@@ -337,23 +414,25 @@ def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> No
     problem = race.prepared.problem
     leaf_bytes = {
         path: value.bytes // shard_count(smallest.layout.fit(value).spec, problem.mesh_axes)
-        for path, value, group in zip(program.input_paths, program.body.inputs, problem.groups.of_input, strict=True)
+        for path, value, group in zip(
+            program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
+        )
         if group.value == part
     }
     leaf = max(leaf_bytes, key=lambda path: leaf_bytes[path], default="")
     peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
     text = (
-        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; the smallest "
-        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it {part} {bytes_text(held)}"
+        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; "
+        f"the smallest "
+        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it "
+        f"{part} {bytes_text(held)}"
         + (f", most in {leaf}, {bytes_text(leaf_bytes[leaf])})" if leaf else ")")
     )
     if compiled and peaks:
         text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
     elif race.refusals:
         needs = bytes_text(min(race.refusals))
-        text += (
-            f", the compiler refuses all {len(race.refusals)} programs that it was given, the smallest needs {needs}"
-        )
+        text += f", the compiler refuses all {len(race.refusals)} programs that it was given, the smallest needs {needs}"
     else:
         text += " (predicted only: nothing was compiled)"
     donated = race.prepared.traced.call.donated
@@ -365,9 +444,13 @@ def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> No
 
 def all_rejected(race: Race) -> SearchFailedError:
     """The error of a search in which everything that was tried was rejected, with the reasons."""
-    reasons = [f"{c.trial.name}: {c.trial.reason}" for c in race.candidates if c.trial.status == "rejected"]
+    reasons = [
+        f"{c.trial.name}: {c.trial.reason}" for c in race.candidates if c.trial.status == "rejected"
+    ]
     listed = "\n  ".join(reasons[:12])
-    return SearchFailedError(f"all {len(reasons)} candidates that were tried were rejected:\n  {listed}")
+    return SearchFailedError(
+        f"all {len(reasons)} candidates that were tried were rejected:\n  {listed}"
+    )
 
 
 def best_so_far(race: Race, proposals: Proposals) -> Candidate:
@@ -379,5 +462,7 @@ def best_so_far(race: Race, proposals: Proposals) -> Candidate:
     if measured:
         return race.fastest(measured)
     compiled = [c for c in alive if c.trial.compiled is not None]
-    fully = [c for c in compiled if c.trial.compiled is not None and c.trial.compiled.level == "full"]
+    fully = [
+        c for c in compiled if c.trial.compiled is not None and c.trial.compiled.level == "full"
+    ]
     return min(fully or compiled or alive, key=lambda c: c.order)

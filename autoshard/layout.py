@@ -1,12 +1,14 @@
 """Stage 4: axis rules to specs, by first-fit with divisibility.
 
-An axis rule sends a role to a mesh axis. For each array the rules are tried in order: a rule takes the (first or last)
-dimension of its role if its mesh axis is still unused in this array and divides what is left of the dimension. The same
-first-fit over the *loops* of an equation says how the work itself is split.
+An axis rule sends a role to a mesh axis. For each array the rules are tried in order: a rule takes
+the (first or last) dimension of its role if its mesh axis is still unused in this array and divides
+what is left of the dimension. The same first-fit over the *loops* of an equation says how the work
+itself is split.
 
-Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes that axis, the
-dimensions that no rule split are *open*: inside the function they are left to the partitioner
-(`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned replicated.
+Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes
+that axis, the dimensions that no rule split are *open*: inside the function they are left to the
+partitioner (`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned
+replicated.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from autoshard.program import Eqn, Program, Value
 from autoshard.roles import Roles
 
 Spec = tuple[tuple[str, ...], ...]
-"""Canonical spec of a value: for each dimension the mesh axes it is split over, major first; full rank."""
+"""Canonical spec of a value: for each dimension the mesh axes it is split over, major first; full
+rank."""
 
 Barred = tuple[tuple[str, ...], ...]
 """For each dimension of a value the mesh axes that may not split it; () where all may."""
@@ -49,8 +52,8 @@ class AxisRule:
         role: Name of the role.
         mesh_axis: Name of the mesh axis.
         occurrence: Which dimension it takes where the role occurs twice in one value.
-        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with ROLE` or `without ROLE` (true of the
-            other roles of the same value).
+        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with ROLE` or `without
+            ROLE` (true of the other roles of the same value).
 
     >>> str(AxisRule("wq.1", "model"))
     'wq.1->model'
@@ -65,7 +68,9 @@ class AxisRule:
 
     def __str__(self) -> str:
         where = "" if self.where == EVERYWHERE else f" ({self.where})"
-        return f"{self.role}->{self.mesh_axis}{where}" + ("" if self.occurrence == "first" else f" @{self.occurrence}")
+        return f"{self.role}->{self.mesh_axis}{where}" + (
+            "" if self.occurrence == "first" else f" @{self.occurrence}"
+        )
 
     @classmethod
     def parse(cls, text: str) -> AxisRule:
@@ -76,7 +81,9 @@ class AxisRule:
         """
         match = _TEXT.match(text)
         if match is None:
-            raise RuleError(f"{text!r} is no axis rule. Write 'role->mesh axis', for example 'wq.1->model'.")
+            raise RuleError(
+                f"{text!r} is no axis rule. Write 'role->mesh axis', for example 'wq.1->model'."
+            )
         occurrence: Occurrence = "last" if match["occurrence"] == "last" else "first"
         return cls(match["role"], match["axis"], occurrence, match["where"] or EVERYWHERE)
 
@@ -127,7 +134,9 @@ def first_fit(
     for rule in rules:
         if rule.mesh_axis in used or rule.role not in roles or (rule.optimizer and not optimizer):
             continue
-        if (rule.needs is not None and rule.needs not in roles) or (rule.forbids is not None and rule.forbids in roles):
+        if (rule.needs is not None and rule.needs not in roles) or (
+            rule.forbids is not None and rule.forbids in roles
+        ):
             continue
         dims = [d for d, role in enumerate(roles) if role == rule.role and sizes[d] > 1]
         if barred:
@@ -141,14 +150,16 @@ def first_fit(
         else:
             misfits.setdefault(rule.mesh_axis, []).extend(dims)
     unplaced = {dim for axis, dims in misfits.items() if axis not in used for dim in dims}
-    if unplaced:  # the partitioner may give the mesh axis, or a factor of it, to any dimension without one
+    if (
+        unplaced
+    ):  # the partitioner may give the mesh axis, or a factor of it, to any dimension without one
         unplaced = {dim for dim, axes in enumerate(spec) if not axes}
     return Fit(tuple(spec), frozenset(unplaced))
 
 
 Signature = tuple[tuple[int, ...], tuple[int, ...], bool, Barred]
-"""What first-fit looks at: roles and sizes of a value's dimensions (or an equation's loops), whether it is optimizer
-state, and what is barred."""
+"""What first-fit looks at: roles and sizes of a value's dimensions (or an equation's loops),
+whether it is optimizer state, and what is barred."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +172,8 @@ class Problem:
         mesh_axes: Size of each mesh axis, in mesh order.
         pins: Specs fixed by the user, by `Value.index`.
         barred: Mesh axes that the user keeps from dimensions, by `Value.index`.
-        unstated: Roles without effect: no constraint and no argument has them (`constrain.unstated_roles`).
+        unstated: Roles without effect: no constraint and no argument has them
+            (`constrain.unstated_roles`).
         signatures: Every distinct signature of the program's values and works, in a stable order.
         edge_signatures: Those of the argument and output leaves.
     """
@@ -180,7 +192,12 @@ class Problem:
     def __post_init__(self) -> None:
         program, inside = self.roles.axes.program, self.groups.optimizer_values
         of_value = tuple(
-            (self._able(self.roles.of_value[v.index]), v.shape, v.index in inside, self.barred.get(v.index, ()))
+            (
+                self._able(self.roles.of_value[v.index]),
+                v.shape,
+                v.index in inside,
+                self.barred.get(v.index, ()),
+            )
             for v in program.values
         )
         of_work = tuple(map(self._signature_of_work, program.eqns))
@@ -210,7 +227,10 @@ class Problem:
     def _signature_of_work(self, eqn: Eqn) -> Signature:
         rule = self.roles.axes.rules[eqn.index]
         loops = self.roles.loops(eqn)
-        able = (NO_AXIS if k is LoopKind.WHOLE else role for k, (role, _) in zip(rule.kinds, loops, strict=True))
+        able = (
+            NO_AXIS if k is LoopKind.WHOLE else role
+            for k, (role, _) in zip(rule.kinds, loops, strict=True)
+        )
         optimizer = any(v.index in self.groups.optimizer_values for v in eqn.outputs)
         return self._able(able), tuple(size for _, size in loops), optimizer, ()
 
@@ -226,13 +246,15 @@ def bind(problem: Problem, rule: AxisRule) -> BoundRule:
     """
     if rule.mesh_axis not in problem.mesh_axes:
         raise RuleError(
-            f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has {dict(problem.mesh_axes)}. "
+            f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has "
+            f"{dict(problem.mesh_axes)}. "
             f"Use one of {list(problem.mesh_axes)}."
         )
     condition, _, other = rule.where.partition(" ")
     if rule.where not in (EVERYWHERE, OPTIMIZER) and condition not in ("with", "without"):
         raise RuleError(
-            f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' or 'without ROLE'."
+            f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' "
+            f"or 'without ROLE'."
         )
     return BoundRule(
         role=_role_number(problem, rule.role, rule),
@@ -250,7 +272,10 @@ def _role_number(problem: Problem, name: str, rule: AxisRule) -> int:
     if role is None:
         names = [r.name for r in problem.roles.roles]
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:8]
-        raise RuleError(f"rule '{rule}' names role {name!r}, which this function does not have. Nearest: {near}.")
+        raise RuleError(
+            f"rule '{rule}' names role {name!r}, which this function does not have. Nearest: "
+            f"{near}."
+        )
     return role.index
 
 
@@ -261,7 +286,8 @@ class Layout:
     Attributes:
         problem: The problem.
         rules: The axis rules, in order.
-        inside: True if constraints are stated at the anchors inside the function; False for arguments only.
+        inside: True if constraints are stated at the anchors inside the function; False for
+            arguments only.
         bound: The rules as numbers, without those of mesh axes with one device.
     """
 
@@ -272,7 +298,11 @@ class Layout:
     _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bound", tuple(b for rule in self.rules if (b := bind(self.problem, rule)).size > 1))
+        object.__setattr__(
+            self,
+            "bound",
+            tuple(b for rule in self.rules if (b := bind(self.problem, rule)).size > 1),
+        )
 
     def fit_signature(self, signature: Signature) -> Fit:
         """First-fit of a signature, remembered."""
@@ -284,7 +314,11 @@ class Layout:
     def fit(self, value: Value) -> Fit:
         """Spec and open dimensions of a value; a pin decides where there is one."""
         pin = self.problem.pins.get(value.index)
-        return self.fit_signature(self.problem.value_signature(value)) if pin is None else Fit(pin, frozenset())
+        return (
+            self.fit_signature(self.problem.value_signature(value))
+            if pin is None
+            else Fit(pin, frozenset())
+        )
 
     def work(self, eqn: Eqn) -> Fit:
         """How the loops of an equation are split, and which loops are open."""
@@ -299,7 +333,9 @@ class Layout:
         return tuple(self.fit(v).spec for v in self.problem.program.body.outputs)
 
     def key(self) -> str:
-        """Digest of the effective layout: equal for rule lists that split every value and every work alike."""
+        """Digest of the effective layout: equal for rule lists that split every value and every
+        work alike.
+        """
         seen = self.problem.signatures if self.inside else self.problem.edge_signatures
         specs = [self.fit_signature(signature) for signature in seen]
         return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
@@ -313,7 +349,11 @@ def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpe
     """
     unconstrained = frozenset(open_dims)
     entries = [
-        PartitionSpec.UNCONSTRAINED if d in unconstrained and not axes else axes[0] if len(axes) == 1 else axes or None
+        PartitionSpec.UNCONSTRAINED
+        if d in unconstrained and not axes
+        else axes[0]
+        if len(axes) == 1
+        else axes or None
         for d, axes in enumerate(spec)
     ]
     while entries and entries[-1] is None:

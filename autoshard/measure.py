@@ -1,4 +1,6 @@
-"""Stage 9, the clock: candidates interleaved round by round (A B C, A B C, ...), medians, hopeless ones dropped."""
+"""Stage 9, the clock: candidates interleaved round by round (A B C, A B C, ...), medians, hopeless
+ones dropped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ RESAMPLES = 2000
 
 
 class RunError(Exception):
-    """A candidate that compiled does not run (out of memory, say); the race rejects it and goes on with the others."""
+    """A candidate that compiled does not run (out of memory, say); the race rejects it and goes on
+    with the others.
+    """
 
     def __init__(self, name: str, error: BaseException) -> None:
         text = str(error).strip().splitlines()
@@ -49,7 +53,8 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Int
         seed: Of the resampling.
 
     Reference:
-        Efron, Tibshirani (1993), An Introduction to the Bootstrap, chapter 13 (percentile interval).
+        Efron, Tibshirani (1993), An Introduction to the Bootstrap, chapter 13 (percentile
+        interval).
     """
     n = min(len(a), len(b))
     x, y = np.asarray(a[:n]), np.asarray(b[:n])
@@ -132,13 +137,15 @@ def measure(
     peers: Peers = ALONE,
     sync: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
-    """Measures candidates against each other. Of a step on several processes the slowest one's time counts.
+    """Measures candidates against each other. Of a step on several processes the slowest one's time
+    counts.
 
     Args:
         candidates: By name.
         inputs: Where the inputs come from.
         carry: Pairs (input leaf, output leaf) that feed the next step.
-        keep_inputs: False where the inputs of all candidates do not fit together: they are made afresh each round.
+        keep_inputs: False where the inputs of all candidates do not fit together: they are made
+            afresh each round.
         late: True once time is up (at least `MIN_ROUNDS` rounds are run).
         on_round: Called after each round with the medians so far.
         peers: The processes that measure together.
@@ -147,7 +154,10 @@ def measure(
     Returns:
         By name; a dropped candidate has fewer rounds.
     """
-    runners = {name: _Runner(name, c, inputs, carry, keep_inputs, peers, sync) for name, c in candidates.items()}
+    runners = {
+        name: _Runner(name, c, inputs, carry, keep_inputs, peers, sync)
+        for name, c in candidates.items()
+    }
     for runner in runners.values():
         for _ in range(WARM_UP):
             runner.step(timed=False)
@@ -162,12 +172,21 @@ def measure(
         medians = {name: float(np.median(r.seconds)) for name, r in runners.items()}
         if on_round is not None:
             on_round(round_number, medians)
-        time_is_up = any(peers.together(late))  # a turn for all to go on, too: one may just have been interrupted
+        time_is_up = any(
+            peers.together(late)
+        )  # a turn for all to go on, too: one may just have been interrupted
         best = min(active, key=lambda name: medians[name])
         if round_number >= 2:
             active = [n for n in active if min(runners[n].seconds) <= HOPELESS * medians[best]]
         if round_number >= MIN_ROUNDS:
-            others = [ratio_interval(runners[n].seconds, runners[best].seconds) for n in active if n != best]
+            others = [
+                ratio_interval(runners[n].seconds, runners[best].seconds)
+                for n in active
+                if n != best
+            ]
             if time_is_up or all(i.low > 1.0 for i in others):
                 break
-    return {n: Measured(float(np.median(r.seconds)), len(r.seconds), tuple(r.seconds)) for n, r in runners.items()}
+    return {
+        n: Measured(float(np.median(r.seconds)), len(r.seconds), tuple(r.seconds))
+        for n, r in runners.items()
+    }

@@ -1,4 +1,6 @@
-"""Meshes: from a string or a `jax.sharding.Mesh` of any axis types to the Auto version that the search works on."""
+"""Meshes: from a string or a `jax.sharding.Mesh` of any axis types to the Auto version that the
+search works on.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class MeshInfo:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Numbers of the processes whose devices these are, in order; one for a target, whose devices are not here."""
+        """Numbers of the processes whose devices these are, in order; one for a target, whose
+        devices are not here.
+        """
         if self.target is not None:
             return (0,)
         return tuple(sorted({int(device.process_index) for device in self.user.devices.flat}))
@@ -81,17 +85,23 @@ class MeshInfo:
 
     @property
     def far_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which devices lie in different slices (TPU) or hosts (GPU): a slower network joins those."""
+        """Mesh axes along which devices lie in different slices (TPU) or hosts (GPU): a slower
+        network joins those.
+        """
         if self.platform not in ("tpu", "gpu"):
             return ()
         place = "slice_index" if self.platform == "tpu" else "process_index"
         places = [getattr(device, place, None) or 0 for device in self.user.devices.flat]
         of_device = np.array(places).reshape(self.user.devices.shape)
-        return tuple(name for i, name in enumerate(self.axes) if (np.diff(of_device, axis=i) != 0).any())
+        return tuple(
+            name for i, name in enumerate(self.axes) if (np.diff(of_device, axis=i) != 0).any()
+        )
 
     def explicit_part(self, spec: Spec) -> NamedSharding:
         """The part of a sharding that jax tracks in types on this mesh: Explicit axes only."""
-        return self.sharding(tuple(tuple(a for a in axes if a in self.explicit_axes) for axes in spec))
+        return self.sharding(
+            tuple(tuple(a for a in axes if a in self.explicit_axes) for axes in spec)
+        )
 
     def sharding(self, spec: Spec) -> NamedSharding:
         """A NamedSharding on the user's mesh."""
@@ -112,7 +122,8 @@ def parse_axes(text: str) -> dict[str, int]:
         match = _AXIS.match(part)
         if match is None or int(match[2]) < 1 or match[1] in axes:
             raise MeshError(
-                f"mesh={text!r}: cannot read {part!r}. Write distinct names with sizes >= 1, such as 'data=4,model=2'."
+                f"mesh={text!r}: cannot read {part!r}. Write distinct names with sizes >= 1, such "
+                f"as 'data=4,model=2'."
             )
         axes[match[1]] = int(match[2])
     return axes
@@ -125,32 +136,45 @@ def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
         mesh: A Mesh with Auto or Explicit axes, or a string over the local devices.
 
     Raises:
-        MeshError: If a string needs another number of devices than there are, or the mesh has Manual axes.
+        MeshError: If a string needs another number of devices than there are, or the mesh has
+            Manual axes.
     """
     if isinstance(mesh, str):
         axes = parse_axes(mesh)
         devices = jax.devices()
         need = math.prod(axes.values())
         if need != len(devices):
-            fix = f"--cpu-devices {need}" if devices[0].platform == "cpu" else "a mesh of that many devices"
+            fix = (
+                f"--cpu-devices {need}"
+                if devices[0].platform == "cpu"
+                else "a mesh of that many devices"
+            )
             raise MeshError(
-                f"mesh={mesh!r} needs {need} devices, but this process has {len(devices)} {devices[0].platform} "
+                f"mesh={mesh!r} needs {need} devices, but this process has {len(devices)} "
+                f"{devices[0].platform} "
                 f"devices. Use sizes whose product is {len(devices)}, or {fix} "
-                f'(in Python: jax.config.update("jax_num_cpu_devices", {need}) before anything else; '
+                f'(in Python: jax.config.update("jax_num_cpu_devices", {need}) before anything '
+                f"else; "
                 f"or pass a jax.sharding.Mesh over a part of the devices)."
             )
         grid = np.array(devices).reshape(tuple(axes.values()))
         mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh or a string such as 'data=4,model=2'."
+            f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh or a string such as "
+            f"'data=4,model=2'."
         )
     if not mesh.devices.size:
         raise MeshError("the mesh has no devices.")
     odd = [name for name in mesh.axis_names if not isinstance(name, str) or not name.isascii()]
     if odd:
-        raise MeshError(f"mesh axis {odd[0]!r}: some compilers abort on such a name. Use ASCII text, such as 'data'.")
+        raise MeshError(
+            f"mesh axis {odd[0]!r}: some compilers abort on such a name. Use ASCII text, such as "
+            f"'data'."
+        )
     if any(kind == AxisType.Manual for kind in mesh.axis_types):
-        raise MeshError("the mesh has Manual axes: those belong inside shard_map. Pass the mesh outside of it.")
+        raise MeshError(
+            "the mesh has Manual axes: those belong inside shard_map. Pass the mesh outside of it."
+        )
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return MeshInfo(mesh, auto)

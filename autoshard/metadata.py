@@ -1,4 +1,6 @@
-"""Logical axis names that a model carries already: Flax NNX variables and Linen boxes. Used as names of roles."""
+"""Logical axis names that a model carries already: Flax NNX variables and Linen boxes. Used as
+names of roles.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,20 @@ def role_names(call: Call) -> dict[tuple[int, int], str]:
     }
 
 
-def specs_from_names(call: Call, mesh_axes: tuple[str, ...]) -> dict[str | re.Pattern[str], PartitionSpec]:
-    """By leaf path, the spec of each leaf whose names are all mesh axes: what `pins="metadata"` keeps."""
+def specs_from_names(
+    call: Call, mesh_axes: tuple[str, ...]
+) -> dict[str | re.Pattern[str], PartitionSpec]:
+    """By leaf path, the spec of each leaf whose names are all mesh axes: what `pins="metadata"`
+    keeps.
+    """
     found: dict[str | re.Pattern[str], PartitionSpec] = {}
     for leaf, names in dimension_names(call).items():
-        flat = [axis for name in names if name is not None for axis in ([name] if isinstance(name, str) else name)]
+        flat = [
+            axis
+            for name in names
+            if name is not None
+            for axis in ([name] if isinstance(name, str) else name)
+        ]
         if flat and set(flat) <= set(mesh_axes):
             found[call.paths[leaf]] = PartitionSpec(*names)
     return found
@@ -54,9 +65,16 @@ def _names_of(value: Any) -> Names | None:
     names: Any = None
     if nnx is not None and isinstance(value, nnx.Variable):
         metadata = value.get_metadata()
-        names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+        names = (
+            metadata.get("out_sharding")
+            or metadata.get("sharding_names")
+            or metadata.get("sharding")
+        )
     elif meta is not None and isinstance(value, meta.AxisMetadata):
         names = getattr(value, "names", None)
     if not isinstance(names, tuple):
         return None
-    return tuple(name if isinstance(name, str) else tuple(name) if isinstance(name, tuple) else None for name in names)
+    return tuple(
+        name if isinstance(name, str) else tuple(name) if isinstance(name, tuple) else None
+        for name in names
+    )

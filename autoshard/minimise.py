@@ -1,9 +1,11 @@
-"""The fewest annotations: which of a plan's constraints are needed for the partitioner to do what the plan does.
+"""The fewest annotations: which of a plan's constraints are needed for the partitioner to do what
+the plan does.
 
-Most constraints of a plan repeat what the partitioner would propagate anyway. They are dropped as far as Shardy's own
-passes (tens of milliseconds a try) then still give the same shardings of arguments and results and the same
-collectives; the compiled program confirms it. What is left is said in the words of the source (`statements`), so that
-a team can paste a few lines instead of running the tool.
+Most constraints of a plan repeat what the partitioner would propagate anyway. They are dropped as
+far as Shardy's own passes (tens of milliseconds a try) then still give the same shardings of
+arguments and results and the same collectives; the compiled program confirms it. What is left is
+said in the words of the source (`statements`), so that a team can paste a few lines instead of
+running the tool.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class MinimalConstraints:
         stated: Number of constraints that the plan itself states in the traced program.
         statements: Number of statements in the source that would say them all.
         tries: How often Shardy's passes ran, and how often the compiler.
-        compiled: The compiled program with the constraints that are left; None if nothing was compiled.
+        compiled: The compiled program with the constraints that are left; None if nothing was
+            compiled.
         plan: The compiled program of the plan.
     """
 
@@ -63,12 +66,16 @@ class MinimalConstraints:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One line per constraint: `model.py:88: h = with_sharding_constraint(h, P('data', None, 'model'))`."""
+        """One line per constraint: `model.py:88: h = with_sharding_constraint(h, P('data', None,
+        'model'))`.
+        """
         return tuple(f"{c.source}: {line_text(c)}" for c in self.constraints)
 
     def patch(self) -> str:
         """The constraints as a unified diff of the model's files."""
-        return patch((c.expression.site, c.spec) for c in self._sayable() if c.expression is not None)
+        return patch(
+            (c.expression.site, c.spec) for c in self._sayable() if c.expression is not None
+        )
 
     def edits(self) -> dict[str, list[tuple[Site, PartitionSpec]]]:
         """By file, the expressions to wrap and their PartitionSpecs, for `sites.paste`."""
@@ -84,7 +91,9 @@ class MinimalConstraints:
         return sorted(said, key=lambda c: c.what != "result as computed")
 
     def __str__(self) -> str:
-        word = {True: "those of the plan", False: "OTHER than the plan's", None: "not compiled"}[self.same]
+        word = {True: "those of the plan", False: "OTHER than the plan's", None: "not compiled"}[
+            self.same
+        ]
         head = f"{len(self.constraints)} of {self.statements} statements ({self.stated} constraints) are needed; "
         head += f"the compiled collectives are {word}"
         return "\n".join([head, *(f"  {line}" for line in self.lines)])
@@ -96,10 +105,14 @@ def minimal_constraints(plan: Plan) -> tuple[Statement, ...]:
 
 
 def line_text(statement: Statement) -> str:
-    """A constraint as a line of Python: an assignment where its expression is assigned to a variable."""
+    """A constraint as a line of Python: an assignment where its expression is assigned to a
+    variable.
+    """
     found = statement.expression
     if found is None:
-        return f"{statement.what} of {statement.primitive}: {constraint_text('...', statement.spec)}"
+        return (
+            f"{statement.what} of {statement.primitive}: {constraint_text('...', statement.spec)}"
+        )
     if found.target:
         return f"{found.target} = {constraint_text(found.target, statement.spec)}"
     return constraint_text(" ".join(found.text.split()), statement.spec)
@@ -118,7 +131,8 @@ def minimise(
         traced: The traced call.
         layout: The layout.
         mesh: The mesh.
-        compiled: Gives the layout's own compiled program, compiling it if nobody did yet; None to compile nothing.
+        compiled: Gives the layout's own compiled program, compiling it if nobody did yet; None to
+            compile nothing.
         compiler_options: Passed to XLA as they are.
 
     Returns:
@@ -130,7 +144,9 @@ def minimise(
     passes = _Passes(traced, layout, mesh)
     wanted = passes.looks(stated)
     if passes.looks(as_constraints(sayable)) != wanted:
-        wanted = passes.looks(as_constraints(sayable))  # as near as the source can say it; the compiler judges
+        wanted = passes.looks(
+            as_constraints(sayable)
+        )  # as near as the source can say it; the compiler judges
     chosen = fewest(sayable, lambda some: passes.looks(as_constraints(some)) == wanted)
 
     programs: dict[tuple[Statement, ...], CompiledEvidence] = {}
@@ -186,10 +202,13 @@ class _Passes:
         return self._known[key]
 
 
-def fewest(statements: Sequence[Statement], enough: Callable[[Sequence[Statement]], bool]) -> list[Statement]:
+def fewest(
+    statements: Sequence[Statement], enough: Callable[[Sequence[Statement]], bool]
+) -> list[Statement]:
     """A subset that is enough and of which none can be dropped, in about k log n tries for k of n.
 
-    Statements are taken from the front: the last one of the shortest prefix that is enough is needed, and so on
+    Statements are taken from the front: the last one of the shortest prefix that is enough is
+        needed, and so on
     (Junker 2004, QuickXplain, with a prefix search). At last each one left is tried without.
     """
     needed: list[Statement] = []
@@ -209,7 +228,9 @@ def fewest(statements: Sequence[Statement], enough: Callable[[Sequence[Statement
 
 
 def _least(count: int, enough: Callable[[int], bool]) -> int:
-    """The least number that is enough, given that `count` is; by bisection, taking it that more is no worse."""
+    """The least number that is enough, given that `count` is; by bisection, taking it that more is
+    no worse.
+    """
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2

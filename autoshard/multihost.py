@@ -1,10 +1,12 @@
-"""A search by all processes of a mesh (`jax.distributed`): the first one leads, the others do along what it says.
+"""A search by all processes of a mesh (`jax.distributed`): the first one leads, the others do along
+what it says.
 
-Every process makes the same call of `optimize`. Each traces the function; that all of them were given the same one, the
-same mesh and the same values is made sure of first. Then the leader alone proposes, ranks, partitions and keeps the
-study. What is done on the devices (`Bench`) is done by all: the leader says what the next step is, and a layout is only
-taken on if it compiled, ran and gave the right numbers on every process; of a time, the slowest process's counts. In
-the end the leader tells the others what was found, so that all return the same plan, or raise the same error.
+Every process makes the same call of `optimize`. Each traces the function; that all of them were
+given the same one, the same mesh and the same values is made sure of first. Then the leader alone
+proposes, ranks, partitions and keeps the study. What is done on the devices (`Bench`) is done by
+all: the leader says what the next step is, and a layout is only taken on if it compiled, ran and
+gave the right numbers on every process; of a time, the slowest process's counts. In the end the
+leader tells the others what was found, so that all return the same plan, or raise the same error.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Outcome:
 
 @contextmanager
 def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[Agreement | None]:
-    """The agreement of the processes whose devices are in the mesh; None where that is this process alone.
+    """The agreement of the processes whose devices are in the mesh; None where that is this process
+    alone.
 
     Args:
         mesh: Of the search.
@@ -93,17 +96,21 @@ def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[A
     own, members = jax.process_index(), mesh.processes
     if own not in members:
         raise MeshError(
-            f"the mesh has devices of processes {list(members)} only, and this is process {own}. Call optimize in "
+            f"the mesh has devices of processes {list(members)} only, and this is process {own}. "
+            f"Call optimize in "
             f"those processes, or give it a mesh over all devices."
         )
     store = compat.coordination()
     if store is None:
         raise MeshError(
-            f"the mesh has devices of processes {list(members)}, which jax.distributed.initialize has not connected. "
+            f"the mesh has devices of processes {list(members)}, which jax.distributed.initialize "
+            f"has not connected. "
             f"Call it in each of them before anything else."
         )
     try:
-        agreement = Agreement(store, own, members, limit_s=limit_s, on_interrupt=_thread.interrupt_main)
+        agreement = Agreement(
+            store, own, members, limit_s=limit_s, on_interrupt=_thread.interrupt_main
+        )
         with agreement:
             try:
                 yield agreement
@@ -113,29 +120,37 @@ def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[A
                 raise
     except Ended as ended:
         raise ProcessesError(
-            f"process {own} of {list(members)}: {ended}. All processes must make the same call. With a storage, what "
+            f"process {own} of {list(members)}: {ended}. All processes must make the same call. "
+            f"With a storage, what "
             f"was recorded is kept, and the same call goes on from there."
         ) from None
 
 
 def identity_of_values(call: Call) -> str:
-    """A checksum of the argument values of which every process has the whole; they must be the same."""
+    """A checksum of the argument values of which every process has the whole; they must be the
+    same.
+    """
     checksum = 0
     for leaf in call.leaves:
-        if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or (
+            isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        ):
             continue
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         host = np.ascontiguousarray(whole(leaf) if isinstance(leaf, jax.Array) else leaf)
         checksum = zlib.crc32(
-            host.view(np.uint8).reshape(-1).data if host.size and host.dtype.itemsize else b"", checksum
+            host.view(np.uint8).reshape(-1).data if host.size and host.dtype.itemsize else b"",
+            checksum,
         )
     return f"{checksum:08x}"
 
 
 @dataclass(eq=False)
 class LeadersBench(Bench):
-    """A bench on which all processes work; for the leader. Its methods tell the others, and do it here as well."""
+    """A bench on which all processes work; for the leader. Its methods tell the others, and do it
+    here as well.
+    """
 
     agreement: Agreement = field(kw_only=True)
     interrupts: Interrupts = field(kw_only=True)
@@ -154,7 +169,11 @@ class LeadersBench(Bench):
         self._forgotten.append(key)
 
     def compile(
-        self, key: str, layout: Layout, built: Built | None, time_of: Callable[[Sequence[Any]], float] | None
+        self,
+        key: str,
+        layout: Layout,
+        built: Built | None,
+        time_of: Callable[[Sequence[Any]], float] | None,
     ) -> Compiled:
         """Compiles a layout on all processes; see `Bench`."""
         with self._step("compile", key=key, rules=_plain(layout.rules), inside=layout.inside):
@@ -215,7 +234,9 @@ def follow(agreement: Agreement, bench: Bench, interrupts: Interrupts) -> Outcom
             try:
                 with agreement.step(on_devices=name in ON_DEVICES):
                     _follow_step(agreement, bench, name, arguments)
-            except Exception as error:  # the leader knows as well: of a layout, what failed on one process failed
+            except (
+                Exception
+            ) as error:  # the leader knows as well: of a layout, what failed on one process failed
                 log.info("%s: %s", name, error)
 
 
@@ -223,7 +244,9 @@ def _follow_step(agreement: Agreement, bench: Bench, name: str, arguments: dict[
     problem = bench.prepared.problem
 
     def layout() -> Layout:
-        return Layout(problem, msgspec.convert(arguments["rules"], tuple[AxisRule, ...]), arguments["inside"])
+        return Layout(
+            problem, msgspec.convert(arguments["rules"], tuple[AxisRule, ...]), arguments["inside"]
+        )
 
     if name == "compile":
         agreement.together(lambda: _done(bench.compile(arguments["key"], layout(), None, None)))
@@ -248,7 +271,9 @@ def _plain(found: Any) -> Any:
 
 
 def _worst(answers: Sequence[Any]) -> Compared:
-    """Of what each process says of its part of the outputs, what is farthest off; all must agree."""
+    """Of what each process says of its part of the outputs, what is farthest off; all must
+    agree.
+    """
     found = msgspec.convert(list(answers), list[Compared])
     worst = max(found, key=lambda compared: compared.badness)
     return Compared(worst.found, all(compared.agrees for compared in found))

@@ -87,44 +87,53 @@ def optimize(
 
     Args:
         fn: What you would give to `jax.jit`; already jitted is fine.
-        example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or `jax.ShapeDtypeStruct` (values
-            for verifying and measuring are then made here); or a function that returns them.
-        mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as `"data=4,model=2"`; or just a number
-            of devices such as `"8"`: every shape of 1 to 3 axes is predicted, and the best one searched. It may have
-            devices of several processes (`jax.distributed`), which then all make the same call: they search together,
-            the first one decides and keeps the study, and all return the same plan.
-        variants: Instead of `fn`, functions by name that do the same work in other ways (`{"remat": f, "plain": g}`),
-            each alone or with example arguments of its own (`("batch=64": (f, args)}`): searched jointly.
-        samples_per_step: How many samples a step has, by variant where they differ: the time of one is compared, and
-            the throughput printed.
-        target: Hardware that is not here, such as `"tpu:v5e:4x4"`, with `mesh` as text; see `autoshard.target`. Nothing
-            is run on it: candidates are compiled by its real compiler, in processes of their own, and not measured.
+        example_args: Positional arguments: pytrees of arrays, NumPy arrays, scalars or
+            `jax.ShapeDtypeStruct` (values for verifying and measuring are then made here); or a
+            function that returns them.
+        mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or a string such as
+            `"data=4,model=2"`; or just a number of devices such as `"8"`: every shape of 1 to 3
+            axes is predicted, and the best one searched. It may have devices of several processes
+            (`jax.distributed`), which then all make the same call: they search together, the first
+            one decides and keeps the study, and all return the same plan.
+        variants: Instead of `fn`, functions by name that do the same work in other ways (`{"remat":
+            f, "plain": g}`), each alone or with example arguments of its own (`("batch=64": (f,
+            args)}`): searched jointly.
+        samples_per_step: How many samples a step has, by variant where they differ: the time of one
+            is compared, and the throughput printed.
+        target: Hardware that is not here, such as `"tpu:v5e:4x4"`, with `mesh` as text; see
+            `autoshard.target`. Nothing is run on it: candidates are compiled by its real compiler,
+            in processes of their own, and not measured.
         example_kwargs: Keyword arguments.
         static_argnums: As for `jax.jit`.
         static_argnames: As for `jax.jit`.
         donate_argnums: As for `jax.jit`.
         donate_argnames: As for `jax.jit`.
-        carry: Which outputs feed which arguments of the next step, `{argument: output}`; by default donated arguments
-            are matched by structure and shapes.
-        pins: Leaf paths (or `re.compile(...)`) to PartitionSpecs that stay fixed; or another Plan or SpecTable; or
-            `"metadata"` for the mesh axes that the model's own variables name.
-        user_constraints: `"pin"` keeps the function's own `with_sharding_constraint`s, `"ignore"` drops them.
-        memory_budget_bytes: Per device, an int or text such as `"16GiB"`; on a target at most what the part has.
-        hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the mesh's devices, with
-            the slower network as the link of mesh axes that leave a TPU slice or a GPU host.
+        carry: Which outputs feed which arguments of the next step, `{argument: output}`; by default
+            donated arguments are matched by structure and shapes.
+        pins: Leaf paths (or `re.compile(...)`) to PartitionSpecs that stay fixed; or another Plan
+            or SpecTable; or `"metadata"` for the mesh axes that the model's own variables name.
+        user_constraints: `"pin"` keeps the function's own `with_sharding_constraint`s, `"ignore"`
+            drops them.
+        memory_budget_bytes: Per device, an int or text such as `"16GiB"`; on a target at most what
+            the part has.
+        hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the
+            mesh's devices, with the slower network as the link of mesh axes that leave a TPU slice
+            or a GPU host.
         effort: How many candidates are compiled and measured.
         compiler_options: Passed to XLA as they are.
-        isolate: Compile each candidate in a process of its own first: one whose compilation aborts, hangs or runs out
-            of memory is rejected with its reason and the search goes on.
+        isolate: Compile each candidate in a process of its own first: one whose compilation aborts,
+            hangs or runs out of memory is rejected with its reason and the search goes on.
         compile_timeout_s: With `isolate`, a compilation that takes longer has failed.
-        compile_memory_bytes: With `isolate`, what the compiler's process may allocate, an int or text such as
-            `"16GiB"`.
-        cache_dir: Where it is kept what compiled programs for targets said; `"auto"` is `autoshard` in the user's cache
-            folder, None keeps nothing.
-        storage: A journal file or Optuna storage URL in which the study is kept, to continue it later, and to share it
-            with other workers: processes that make the same call, anywhere, at any time.
+        compile_memory_bytes: With `isolate`, what the compiler's process may allocate, an int or
+            text such as `"16GiB"`.
+        cache_dir: Where it is kept what compiled programs for targets said; `"auto"` is `autoshard`
+            in the user's cache folder, None keeps nothing.
+        storage: A journal file or Optuna storage URL in which the study is kept, to continue it
+            later, and to share it with other workers: processes that make the same call, anywhere,
+            at any time.
         study: The study's name in it.
-        sharing: What this worker does of a stored study, and how long its storage and other workers are waited for.
+        sharing: What this worker does of a stored study, and how long its storage and other workers
+            are waited for.
         seed: Of the sampler.
         progress: Say what is being done, on standard error.
 
@@ -135,9 +144,10 @@ def optimize(
         TraceError: If `fn` cannot be traced.
         NoFeasiblePlanError: If nothing fits the memory budget.
         SearchFailedError: If every candidate was rejected.
-        ProcessesError: If the mesh has devices of several processes, and these do not all make the same call, or one
-            of them fails or does not answer.
-        AutoshardError: For arguments that are not of the documented form; the message says which and how to mend it.
+        ProcessesError: If the mesh has devices of several processes, and these do not all make the
+            same call, or one of them fails or does not answer.
+        AutoshardError: For arguments that are not of the documented form; the message says which
+            and how to mend it.
     """
     given = dict(locals())
     variants = given.pop("variants")
@@ -168,9 +178,13 @@ def optimize(
         budget_bytes = _within(request.mesh.target.memory_bytes, budget_bytes)
         folder = default_folder() if cache_dir == "auto" else cache_dir
         cache = CompileCache(Path(folder)) if folder is not None else None
-        compilers = CompilePool(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes, cache=cache)
+        compilers = CompilePool(
+            request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes, cache=cache
+        )
     elif isolate:
-        isolation = Isolation(request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes)
+        isolation = Isolation(
+            request.mesh, timeout_s=compile_timeout_s, memory_bytes=compiler_bytes
+        )
     sharing = sharing or Sharing()
     with (
         Interrupts() as interrupts,
@@ -192,14 +206,17 @@ def optimize(
             bench = LeadersBench(prepared, bench.inputs, compiler_options, agreement, agreement=agreement,
                                  interrupts=interrupts)  # fmt: skip
         reporter.say(
-            f"{program.name}: {len(program.eqns)} equations, {problem.roles.axes.count} logical axes, "
+            f"{program.name}: {len(program.eqns)} equations, {problem.roles.axes.count} logical "
+            f"axes, "
             f"{len(problem.roles.roles)} roles"
         )
         for note in prepared.notes:
             reporter.say(note)
         predictor = Predictor(problem, machine, call.donated, backend_for(request.mesh.platform))
         started = time.monotonic()
-        shared = stack.enter_context(join(storage, study, sharing, identity, f"{seed} {effort.counts}"))
+        shared = stack.enter_context(
+            join(storage, study, sharing, identity, f"{seed} {effort.counts}")
+        )
         if agreement is not None:
             agreement.on_lost = shared.lose
         proposals = shared.propose(
@@ -233,7 +250,16 @@ def optimize(
             reporter.say("interrupted; returning the best so far")
         advice = _advice(race, winner) if effort.compiled and not interrupted else ()
         throughput = predictor.throughput(winner.layout, samples)
-        outcome = _outcome(race, proposals, winner, bound, advice, throughput, interrupted, time.monotonic() - began)
+        outcome = _outcome(
+            race,
+            proposals,
+            winner,
+            bound,
+            advice,
+            throughput,
+            interrupted,
+            time.monotonic() - began,
+        )
         if agreement is not None:
             agreement.last_command("outcome", **msgspec.to_builtins(outcome))
         return _planned(bench, outcome)
@@ -243,7 +269,12 @@ def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
     race.progress.doing("looking for changes of the program that would gain more")
     backend = backend_for(race.prepared.request.mesh.platform)
     case = Advised(
-        race.prepared, winner.layout, race.predictor.hardware, backend, race.budget_bytes, winner.proposal.prediction
+        race.prepared,
+        winner.layout,
+        race.predictor.hardware,
+        backend,
+        race.budget_bytes,
+        winner.proposal.prediction,
     )
     with suppress(KeyboardInterrupt):
         return advise(case)
@@ -264,13 +295,17 @@ def _outcome(
     target = race.prepared.request.mesh.target
     if winner.trial.verified is not None:
         found = winner.trial.verified
-        reason = f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
+        reason = (
+            f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
+        )
     elif target is not None:
         reason = race.reference_failure or f"nothing runs on {target}, which is not here"
     elif interrupted:
         reason = "the search was interrupted before the comparison"
     else:
-        reason = race.too_large(winner) or race.reference_failure or "nothing was run: effort compiled=0"
+        reason = (
+            race.too_large(winner) or race.reference_failure or "nothing was run: effort compiled=0"
+        )
     return Outcome(
         key=winner.trial.key,
         rules=winner.layout.rules,
@@ -353,7 +388,9 @@ def parse_bytes(size: int | str | None, name: str = "memory_budget_bytes") -> in
         return size
     match = _SIZE.match(size) if isinstance(size, str) else None
     if match is None:
-        raise ArgumentError(f"{name}={size!r}; use a positive int, or text such as '16GiB' or '800MB'.")
+        raise ArgumentError(
+            f"{name}={size!r}; use a positive int, or text such as '16GiB' or '800MB'."
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -363,7 +400,11 @@ def resolve_hardware(hardware: Hardware | str | None, mesh: MeshInfo) -> Hardwar
         return hardware
     if hardware is not None:
         if Path(hardware).suffix == ".json":
-            return Hardware.load(hardware).for_devices(mesh.device_kind, hardware).with_far_axes(mesh.far_axes)
+            return (
+                Hardware.load(hardware)
+                .for_devices(mesh.device_kind, hardware)
+                .with_far_axes(mesh.far_axes)
+            )
         return hardware_for(hardware).with_far_axes(mesh.far_axes)
     return hardware_for(mesh.device_kind).with_far_axes(mesh.far_axes)
 

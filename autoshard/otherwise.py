@@ -1,7 +1,9 @@
-"""What a plan would cost otherwise: with other pins, or with another spec of one leaf. Predicted, compiled if asked.
+"""What a plan would cost otherwise: with other pins, or with another spec of one leaf. Predicted,
+compiled if asked.
 
-The tables of a plan's predictor are built at the first question (`Leaves`), with a column of its own for every leaf;
-each later one changes a few entries of a row of theirs, which takes milliseconds.
+The tables of a plan's predictor are built at the first question (`Leaves`), with a column of its
+own for every leaf; each later one changes a few entries of a row of theirs, which takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.dims import NO_AXIS
 from autoshard.errors import PathError
-from autoshard.layout import AxisRule, Layout, Problem, Spec, first_fit, shard_count, to_partition_spec
+from autoshard.layout import (
+    AxisRule,
+    Layout,
+    Problem,
+    Spec,
+    first_fit,
+    shard_count,
+    to_partition_spec,
+)
 from autoshard.pins import PinMap, resolve_pins
 from autoshard.program import Value
 from autoshard.report import bytes_text, render, seconds_text
@@ -60,7 +70,9 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One spec that a leaf could have, its optimizer state with it: predicted for the whole step."""
+    """One spec that a leaf could have, its optimizer state with it: predicted for the whole
+    step.
+    """
 
     spec: PartitionSpec
     prediction: Prediction
@@ -101,12 +113,13 @@ class LeafExplanation:
 
 
 def what_if(plan: Plan, pins: PinMap, hardware: Hardware | str | None = None) -> WhatIf:
-    """Predicts a plan with other pins: its rules stay, the pinned leaves (and what they are carried in) change.
+    """Predicts a plan with other pins: its rules stay, the pinned leaves (and what they are carried
+    in) change.
 
     Args:
         plan: The plan.
-        pins: As for `optimize`: leaf path or compiled pattern to PartitionSpec or `Only` (the plan's rules
-            then split what they may).
+        pins: As for `optimize`: leaf path or compiled pattern to PartitionSpec or `Only` (the
+            plan's rules then split what they may).
         hardware: As for `explain`.
 
     Raises:
@@ -117,14 +130,17 @@ def what_if(plan: Plan, pins: PinMap, hardware: Hardware | str | None = None) ->
     found = resolve_pins(pins, plan.traced.program, layout.problem.mesh_axes, plan.carry)
     specs = dict(found.specs)
     for index, barred in found.barred.items():
-        roles, sizes, optimizer, _ = layout.problem.value_signature(plan.traced.program.values[index])
+        roles, sizes, optimizer, _ = layout.problem.value_signature(
+            plan.traced.program.values[index]
+        )
         specs[index] = first_fit(roles, sizes, layout.bound, optimizer, barred=barred).spec
     before, after = _leaves(plan, hardware).predict([{}, specs])
     return WhatIf(plan, pins, _pinned(plan, specs), before, after)
 
 
 def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) -> LeafExplanation:
-    """The spec of an argument leaf, and what every other one would cost; optimizer state of the leaf goes with it.
+    """The spec of an argument leaf, and what every other one would cost; optimizer state of the
+    leaf goes with it.
 
     Raises:
         PathError: If there is no such leaf.
@@ -132,20 +148,31 @@ def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) 
     program, layout = plan.traced.program, plan.layout
     if path not in program.input_paths:
         raise PathError(
-            f"explain({path!r}): no such argument leaf. There are {', '.join(program.input_paths[:8])}"
+            f"explain({path!r}): no such argument leaf. There are "
+            f"{', '.join(program.input_paths[:8])}"
             f"{', ...' if len(program.input_paths) > 8 else ''}."
         )
     value = program.body.inputs[program.input_paths.index(path)]
     own = layout.fit(value).spec
     alike = [v.index for v in _alike(plan, value)]
-    specs = [s for s in itertools.islice(_specs(value, layout.problem.mesh_axes), MOST_ALTERNATIVES) if s != own]
-    first, *rest = _leaves(plan, hardware).predict([{}, *(dict.fromkeys(alike, spec) for spec in specs)])
+    specs = [
+        s
+        for s in itertools.islice(_specs(value, layout.problem.mesh_axes), MOST_ALTERNATIVES)
+        if s != own
+    ]
+    first, *rest = _leaves(plan, hardware).predict(
+        [{}, *(dict.fromkeys(alike, spec) for spec in specs)]
+    )
     now = Alternative(to_partition_spec(own), first)
-    others = [Alternative(to_partition_spec(spec), found) for spec, found in zip(specs, rest, strict=True)]
+    others = [
+        Alternative(to_partition_spec(spec), found) for spec, found in zip(specs, rest, strict=True)
+    ]
     others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
     roles = {role for role in layout.problem.roles.of_value[value.index] if role != NO_AXIS}
     used = {axis for axes in own for axis in axes}
-    rules = tuple(str(r) for r in layout.rules if r.mesh_axis in used and role_of(layout, r) in roles)
+    rules = tuple(
+        str(r) for r in layout.rules if r.mesh_axis in used and role_of(layout, r) in roles
+    )
     return LeafExplanation(path, now, rules, tuple(others))
 
 
@@ -166,9 +193,13 @@ class Leaves:
         self._index = self._predictor.placements.of_layout(replace(layout, problem=problem))
 
     def predict(self, changes: Sequence[Mapping[int, Spec]]) -> list[Prediction]:
-        """Predictions of the plan, each with the specs of a few leaves changed (`Value.index` to spec)."""
+        """Predictions of the plan, each with the specs of a few leaves changed (`Value.index` to
+        spec).
+        """
         repinned = self._predictor.placements.repinned
-        return self._predictor.predict_each(np.array([repinned(self._index, pins) for pins in changes]))
+        return self._predictor.predict_each(
+            np.array([repinned(self._index, pins) for pins in changes])
+        )
 
 
 def _leaves(plan: Plan, hardware: Hardware | str | None) -> Leaves:
@@ -179,12 +210,21 @@ def _leaves(plan: Plan, hardware: Hardware | str | None) -> Leaves:
     return plan.leaves[key]
 
 
-def predictor_for(plan: Plan, hardware: Hardware | str | None, problem: Problem | None = None) -> Predictor:
-    """A predictor of a plan's problem, or of one with other pins; for the mesh's devices where none are named."""
+def predictor_for(
+    plan: Plan, hardware: Hardware | str | None, problem: Problem | None = None
+) -> Predictor:
+    """A predictor of a plan's problem, or of one with other pins; for the mesh's devices where none
+    are named.
+    """
     if isinstance(hardware, str):
         hardware = Hardware.load(hardware) if hardware.endswith(".json") else hardware_for(hardware)
     machine = hardware or hardware_for(plan.mesh.device_kind)
-    return Predictor(problem or plan.layout.problem, machine, plan.traced.call.donated, backend_for(plan.mesh.platform))
+    return Predictor(
+        problem or plan.layout.problem,
+        machine,
+        plan.traced.call.donated,
+        backend_for(plan.mesh.platform),
+    )
 
 
 def _pinned(plan: Plan, pins: Mapping[int, Spec]) -> Layout:
@@ -193,14 +233,24 @@ def _pinned(plan: Plan, pins: Mapping[int, Spec]) -> Layout:
 
 
 def _alike(plan: Plan, value: Value) -> Iterator[Value]:
-    """A leaf, the optimizer state of the same shape and axes, and the outputs that they are carried in."""
+    """A leaf, the optimizer state of the same shape and axes, and the outputs that they are carried
+    in.
+    """
     program, axes = plan.traced.program, plan.layout.problem.roles.axes
     inside = plan.layout.problem.groups.optimizer_values
     key = value.shape, axes.of_value[value.index]
-    state = {v.index for v in program.body.inputs if v.index in inside and (v.shape, axes.of_value[v.index]) == key}
+    state = {
+        v.index
+        for v in program.body.inputs
+        if v.index in inside and (v.shape, axes.of_value[v.index]) == key
+    }
     alike = state | {value.index}
     yield from (program.values[i] for i in sorted(alike))
-    yield from (program.body.outputs[out] for leaf, out in plan.carry if program.body.inputs[leaf].index in alike)
+    yield from (
+        program.body.outputs[out]
+        for leaf, out in plan.carry
+        if program.body.inputs[leaf].index in alike
+    )
 
 
 def _specs(value: Value, mesh_axes: Mapping[str, int]) -> Iterator[Spec]:
@@ -208,9 +258,13 @@ def _specs(value: Value, mesh_axes: Mapping[str, int]) -> Iterator[Spec]:
     names = [name for name, size in mesh_axes.items() if size > 1]
     for places in itertools.product(range(-1, len(value.shape)), repeat=len(names)):
         spec = tuple(
-            tuple(n for n, place in zip(names, places, strict=True) if place == d) for d in range(len(value.shape))
+            tuple(n for n, place in zip(names, places, strict=True) if place == d)
+            for d in range(len(value.shape))
         )
-        if all(size % shard_count((axes,), mesh_axes) == 0 for size, axes in zip(value.shape, spec, strict=True)):
+        if all(
+            size % shard_count((axes,), mesh_axes) == 0
+            for size, axes in zip(value.shape, spec, strict=True)
+        ):
             yield spec
 
 

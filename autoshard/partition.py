@@ -1,12 +1,14 @@
 """Runs Shardy's own partitioner on a lowered program, without compiling, and reads what it decided.
 
-The passes propagate the shardings of arguments and constraints through the StableHLO and insert explicit collectives
-with mesh axes by name. That takes milliseconds where a compile takes seconds, for any mesh size and on any backend. It
-is not an exact count of the compiled program's bytes (**partitioned**, not **compiled**): XLA fuses, merges and moves
-collectives afterwards, and its CPU compiler writes a reduce_scatter as an all_reduce of twice the bytes. So that equal
-moves are not counted twice, a move of the same value to the same sharding counts once per loop body.
+The passes propagate the shardings of arguments and constraints through the StableHLO and insert
+explicit collectives with mesh axes by name. That takes milliseconds where a compile takes seconds,
+for any mesh size and on any backend. It is not an exact count of the compiled program's bytes
+(**partitioned**, not **compiled**): XLA fuses, merges and moves collectives afterwards, and its CPU
+compiler writes a reduce_scatter as an all_reduce of twice the bytes. So that equal moves are not
+counted twice, a move of the same value to the same sharding counts once per loop body.
 
-With `partition_mlir`, its readers, this is the only user of MLIR's Python bindings (`jax.extend.mlir`).
+With `partition_mlir`, its readers, this is the only user of MLIR's Python bindings
+(`jax.extend.mlir`).
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class Partitioned:
         ops: One entry per collective and call site, in program order.
         collectives: The same, per kind and mesh axes.
         collective_bytes: Bytes one device sends per call, loop trip counts included.
-        arg_shardings: Per argument of the lowered program (`jit` drops unused ones), the mesh axes of each dimension.
+        arg_shardings: Per argument of the lowered program (`jit` drops unused ones), the mesh axes
+            of each dimension.
         result_shardings: The same per result.
     """
 
@@ -88,7 +91,9 @@ class PartitionFailure:
     reason: str
 
 
-def partition(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int]) -> Partitioned | PartitionFailure:
+def partition(
+    lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int]
+) -> Partitioned | PartitionFailure:
     """Partitions a lowered program with Shardy's passes; the program itself is left as it is.
 
     Args:
@@ -168,7 +173,11 @@ class _Reader:
                 for inner in (op.regions[0], op.regions[1]):
                     for found in self.body(inner.blocks[0], {}):
                         known = found.trips_known and trips is not None
-                        yield replace(found, trips=found.trips * (1 if trips is None else trips), trips_known=known)
+                        yield replace(
+                            found,
+                            trips=found.trips * (1 if trips is None else trips),
+                            trips_known=known,
+                        )
             elif name in ("stablehlo.case", "stablehlo.if"):
                 branches = [tuple(self.body(region.blocks[0], {})) for region in op.regions]
                 yield from max(branches, key=collective_bytes, default=())
@@ -178,7 +187,9 @@ class _Reader:
             value = self._alias[value]
         return value
 
-    def _inlined(self, op: Any, block: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
+    def _inlined(
+        self, op: Any, block: Any, seen: dict[tuple[Any, str], Any]
+    ) -> Iterator[CollectiveOp]:
         for argument, operand in zip(block.arguments, op.operands, strict=True):
             self._alias[argument] = self._resolve(operand)
         yield from self.body(block, seen)
@@ -187,7 +198,9 @@ class _Reader:
             self._alias[result] = self._resolve(value)
 
     def _move(self, op: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
-        """An explicit collective that Shardy inserted: the type is global, the sharding says what one device holds."""
+        """An explicit collective that Shardy inserted: the type is global, the sharding says what
+        one device holds.
+        """
         sharding = str(op.attributes["out_sharding"])
         key = (self._resolve(op.operands[0]), f"{op.name} {sharding}")
         if key in seen:
@@ -207,15 +220,21 @@ class _Reader:
         group_size = math.prod(sizes.values())
         local = local_bytes(type_, [math.prod(self._size(name) for name in axes) for axes in dims])
         full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
-        yield self._op(op, kind, self._mesh.ordered([name.split(":")[0] for name in names]), group_size, full)
+        yield self._op(
+            op, kind, self._mesh.ordered([name.split(":")[0] for name in names]), group_size, full
+        )
 
     def _explicit(self, op: Any) -> Iterator[CollectiveOp]:
-        """A collective of the user's shard_map: the type is what one device holds (of the manual axes)."""
+        """A collective of the user's shard_map: the type is what one device holds (of the manual
+        axes).
+        """
         kind = op.name.removeprefix("stablehlo.")
         local = 0
         for result in op.results:
             dims = stated_sharding(result) or ()
-            local += local_bytes(result.type, [math.prod(self._size(name) for name in axes) for axes in dims])
+            local += local_bytes(
+                result.type, [math.prod(self._size(name) for name in axes) for axes in dims]
+            )
         axes, group_size = self._span(op)
         if group_size > 1:
             full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
@@ -237,7 +256,9 @@ class _Reader:
             size *= int(part[1]) if part else self._mesh.sizes[name]
         return self._mesh.ordered(names), size
 
-    def _op(self, op: Any, kind: str, axes: tuple[str, ...], group_size: int, full: int) -> CollectiveOp:
+    def _op(
+        self, op: Any, kind: str, axes: tuple[str, ...], group_size: int, full: int
+    ) -> CollectiveOp:
         source, op_name = location(op)
         sent = ring_bytes(kind, full, group_size)
         shape = ", ".join(str(result.type) for result in op.results)
@@ -257,7 +278,8 @@ class OpRule:
         operands: Per operand and dimension, its factors, major first (`(("i",), ("k",))`).
         results: The same per result.
         sizes: Size of each factor.
-        kinds: Factors by kind: `reduction`, `need_replication`, `permutation`, `blocked_propagation`.
+        kinds: Factors by kind: `reduction`, `need_replication`, `permutation`,
+            `blocked_propagation`.
         text: The rule as Shardy prints it.
     """
 
@@ -277,7 +299,9 @@ def op_sharding_rule(lowered: jax.stages.Lowered | str) -> tuple[OpRule, ...]:
     """
     module: Any
     if isinstance(lowered, str):
-        empty: Any = jax.jit(lambda: None).lower().compiler_ir("stablehlo")  # its context has all dialects
+        empty: Any = (
+            jax.jit(lambda: None).lower().compiler_ir("stablehlo")
+        )  # its context has all dialects
         with empty.context:
             module = ir.Module.parse(lowered)
     else:
@@ -302,7 +326,8 @@ class LoweredOp:
         operands: Numbers of the values it reads.
         results: Numbers of the values it makes.
         rule: The compiler's dimension rule; None where it states none.
-        combine: How it combines what it reduces (the operation in its body), "add" where it has no body.
+        combine: How it combines what it reduces (the operation in its body), "add" where it has no
+            body.
     """
 
     name: str
@@ -352,7 +377,11 @@ def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
             else:
                 results = tuple(number(value) for value in op.results)
                 stated = "sdy.sharding_rule" in op.attributes
-                rule = _parse_rule(op.name, str(op.attributes["sdy.sharding_rule"])) if stated else None
+                rule = (
+                    _parse_rule(op.name, str(op.attributes["sdy.sharding_rule"]))
+                    if stated
+                    else None
+                )
                 ops.append(LoweredOp(op.name, operands, results, rule, _combine(op)))
             numbers.update(zip(op.results, results, strict=True))
         return tuple(numbers[value] for value in end.operands)
@@ -363,7 +392,14 @@ def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
     return LoweredOps(arguments, results, tuple(ops), tuple(ranks))
 
 
-_COMBINE = {"maximum": "max", "minimum": "min", "multiply": "mul", "and": "and", "or": "or", "xor": "xor"}
+_COMBINE = {
+    "maximum": "max",
+    "minimum": "min",
+    "multiply": "mul",
+    "and": "and",
+    "or": "or",
+    "xor": "xor",
+}
 
 
 def _combine(op: Any) -> str:
@@ -375,10 +411,15 @@ def _combine(op: Any) -> str:
 
 
 def _parse_rule(name: str, text: str) -> OpRule:
-    """Parses `#sdy.op_sharding_rule<([i, k], [k, j])->([i, j]) {i=8, j=32, k=16} reduction={k}>`."""
+    """Parses `#sdy.op_sharding_rule<([i, k], [k, j])->([i, j]) {i=8, j=32, k=16}
+    reduction={k}>`.
+    """
     left, right = text.split("->", 1)
     sizes = {factor: int(size) for factor, size in re.findall(r"(\w+)=(\d+)", right)}
-    kinds = {kind: tuple(factors.split(", ")) for kind, factors in re.findall(r"(\w+)=\{([^}]*)\}", right)}
+    kinds = {
+        kind: tuple(factors.split(", "))
+        for kind, factors in re.findall(r"(\w+)=\{([^}]*)\}", right)
+    }
     return OpRule(name, _mappings(left), _mappings(right[: right.index(")")]), sizes, kinds, text)
 
 

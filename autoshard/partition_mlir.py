@@ -1,6 +1,8 @@
-"""Small readers of MLIR operations, types and attributes for `partition`: bytes, shardings, locations, trip counts.
+"""Small readers of MLIR operations, types and attributes for `partition`: bytes, shardings,
+locations, trip counts.
 
-MLIR's Python objects are untyped here (`Any`): their classes differ between jaxlib releases, their methods do not.
+MLIR's Python objects are untyped here (`Any`): their classes differ between jaxlib releases, their
+methods do not.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def axis_names(text: str) -> list[str]:
 
 
 def dim_shardings(sharding: str, rank: int) -> tuple[DimSharding, ...]:
-    """Mesh axes per dimension of a printed sharding (`#sdy.sharding<@mesh, [{"data"}, {}], replicated={"model"}>`)."""
+    """Mesh axes per dimension of a printed sharding (`#sdy.sharding<@mesh, [{"data"}, {}],
+    replicated={"model"}>`).
+    """
     text = sharding[sharding.index(", [") :] if ", [" in sharding else ""
     dims = [tuple(axis_names(dim)) for dim in _BRACES.findall(text)[:rank]]
     return tuple(dims + [()] * (rank - len(dims)))
@@ -42,10 +46,14 @@ def functions(module: Any) -> dict[str, Any]:
 
 
 def signature(function: Any, attribute: str, part: str) -> tuple[tuple[DimSharding, ...], ...]:
-    """Shardings of the arguments (`arg_attrs`, `inputs`) or results (`res_attrs`, `results`) of a function."""
+    """Shardings of the arguments (`arg_attrs`, `inputs`) or results (`res_attrs`, `results`) of a
+    function.
+    """
     types = getattr(ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value), part)
     has = attribute in function.attributes
-    attributes: list[Any] = list(ir.ArrayAttr(function.attributes[attribute])) if has else [{}] * len(types)
+    attributes: list[Any] = (
+        list(ir.ArrayAttr(function.attributes[attribute])) if has else [{}] * len(types)
+    )
     return tuple(
         dim_shardings(str(a["sdy.sharding"]) if "sdy.sharding" in a else "", rank(type_))
         for a, type_ in zip(attributes, types, strict=True)
@@ -74,7 +82,11 @@ def rank(type_: Any) -> int:
 def local_bytes(type_: Any, shards: Sequence[int]) -> int:
     """Bytes of one device's part; a dimension that does not divide is padded, as XLA does."""
     tensor = ir.RankedTensorType(type_)
-    parts = [-(-size // count) for size, count in zip(tensor.shape, shards, strict=True)] if shards else tensor.shape
+    parts = (
+        [-(-size // count) for size, count in zip(tensor.shape, shards, strict=True)]
+        if shards
+        else tensor.shape
+    )
     return -(-math.prod(parts) * element_bits(str(tensor.element_type)) // 8)
 
 
@@ -109,7 +121,10 @@ def _source(text: str) -> str:
 
 
 def _integer(value: Any) -> int | None:
-    if isinstance(value.owner, ir.Block) or value.owner.name not in ("stablehlo.constant", "sdy.constant"):
+    if isinstance(value.owner, ir.Block) or value.owner.name not in (
+        "stablehlo.constant",
+        "sdy.constant",
+    ):
         return None
     attribute = value.owner.attributes["value"]
     if not isinstance(attribute, ir.DenseIntElementsAttr):
@@ -123,7 +138,9 @@ def _state_index(value: Any, block: Any) -> int | None:
 
 
 def trip_count(loop: Any) -> int | None:
-    """Executions of a while body: `state[k] < n` with a constant start and step, as `scan` and `fori_loop` lower to."""
+    """Executions of a while body: `state[k] < n` with a constant start and step, as `scan` and
+    `fori_loop` lower to.
+    """
     condition, body = loop.regions[0].blocks[0], loop.regions[1].blocks[0]
     compare = list(condition)[-1].operation.operands[0].owner
     if isinstance(compare, ir.Block) or compare.name != "stablehlo.compare":

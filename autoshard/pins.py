@@ -1,7 +1,8 @@
-"""Pins: what the user fixes, for argument leaves by path or pattern, and for values constrained in the code.
+"""Pins: what the user fixes, for argument leaves by path or pattern, and for values constrained in
+the code.
 
-A `PartitionSpec` fixes a leaf's spec (`P()`: never shard it); an `Only` says over which mesh axes its dimensions may be
-split, and leaves the rest to the search.
+A `PartitionSpec` fixes a leaf's spec (`P()`: never shard it); an `Only` says over which mesh axes
+its dimensions may be split, and leaves the rest to the search.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from autoshard.program import Program, Value
 class Only:
     """A pin that says over which mesh axes each dimension may be split; what is split is searched.
 
-    An entry is a mesh axis, several, `None` for a dimension that is never split, or `PartitionSpec.UNCONSTRAINED` for
-    one that may be split over any; dimensions after the last entry may be split over any, too.
+    An entry is a mesh axis, several, `None` for a dimension that is never split, or
+    `PartitionSpec.UNCONSTRAINED` for one that may be split over any; dimensions after the last
+    entry may be split over any, too.
 
     >>> Only(None, "data")
     Only(None, 'data')
@@ -54,7 +56,8 @@ class Only:
         what = f"{path} is {value.dtype}{list(value.shape)}"
         if len(self.entries) > len(value.shape):
             raise SpecError(
-                f"{what}, but {self} has {len(self.entries)} entries for {len(value.shape)} dimensions. "
+                f"{what}, but {self} has {len(self.entries)} entries for {len(value.shape)} "
+                f"dimensions. "
                 f"Use at most {len(value.shape)} entries."
             )
         result: list[tuple[str, ...]] = [()] * len(value.shape)
@@ -71,11 +74,15 @@ class Only:
 PinMap = Mapping[str | re.Pattern[str], PartitionSpec | Only]
 
 
-def canonical_spec(spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, int], path: str) -> Spec:
-    """The canonical spec of a value: full rank, mesh axes with one device dropped, UNCONSTRAINED as not split.
+def canonical_spec(
+    spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, int], path: str
+) -> Spec:
+    """The canonical spec of a value: full rank, mesh axes with one device dropped, UNCONSTRAINED as
+    not split.
 
     Raises:
-        SpecError: If it names an unknown mesh axis, one twice, too many dimensions, or does not divide a dimension.
+        SpecError: If it names an unknown mesh axis, one twice, too many dimensions, or does not
+            divide a dimension.
     """
     what = f"{path} is {value.dtype}{list(value.shape)}"
     if len(spec) > len(value.shape):
@@ -93,17 +100,24 @@ def canonical_spec(spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, in
         for axis in axes:
             _check_axis(axis, mesh_axes, f"{what}, but {spec}")
             if axis in used:
-                raise SpecError(f"{what}, but {spec} uses mesh axis {axis!r} twice. Use each mesh axis once.")
+                raise SpecError(
+                    f"{what}, but {spec} uses mesh axis {axis!r} twice. Use each mesh axis once."
+                )
             used.add(axis)
         pieces = math.prod(mesh_axes[a] for a in axes)
         size = value.shape[dim]
         if size % pieces:
-            over = f"mesh axis {axes[0]!r} (size {pieces})" if len(axes) == 1 else f"mesh axes {axes} (size {pieces})"
+            over = (
+                f"mesh axis {axes[0]!r} (size {pieces})"
+                if len(axes) == 1
+                else f"mesh axes {axes} (size {pieces})"
+            )
             padded = -(-size // pieces) * pieces
             entries = list(spec)
             entries[dim] = None
             raise SpecError(
-                f"{what}, but {spec} splits dimension {dim} (size {size}) over {over}, which does not divide it.\n"
+                f"{what}, but {spec} splits dimension {dim} (size {size}) over {over}, which does "
+                f"not divide it.\n"
                 f"Pad dimension {dim} to {padded}, or use {_trim(entries)}."
             )
         result.append(tuple(a for a in axes if mesh_axes[a] > 1))
@@ -150,7 +164,8 @@ def resolve_pins(
     """Pins by `Value.index`; the output that a pinned argument is carried in gets the same one.
 
     Args:
-        pins: Leaf path, or compiled pattern (searched in the path), to spec or `Only`. Exact paths win over patterns.
+        pins: Leaf path, or compiled pattern (searched in the path), to spec or `Only`. Exact paths
+            win over patterns.
         program: The program.
         mesh_axes: The mesh.
         carry: Pairs (input leaf, output leaf).
@@ -166,13 +181,16 @@ def resolve_pins(
         if isinstance(where, str):
             if where not in leaves:
                 near = difflib.get_close_matches(where, leaves, n=3, cutoff=0.4) or list(leaves)[:5]
-                raise PathError(f"pins names {where!r}, which is no argument leaf. Nearest: {', '.join(near)}.")
+                raise PathError(
+                    f"pins names {where!r}, which is no argument leaf. Nearest: {', '.join(near)}."
+                )
             matched = [where]
         else:
             matched = [path for path in leaves if where.search(path)]
             if not matched:
                 raise PathError(
-                    f"pins has the pattern {where.pattern!r}, which matches none of the {len(leaves)} argument leaves "
+                    f"pins has the pattern {where.pattern!r}, which matches none of the "
+                    f"{len(leaves)} argument leaves "
                     f"(the first are {', '.join(list(leaves)[:5])})."
                 )
         for path in matched:
@@ -193,9 +211,11 @@ def resolve_pins(
 
 
 def user_constraints(program: Program, mesh: jax.sharding.Mesh) -> dict[int, Spec]:
-    """Pins of the values that the function itself constrains with `with_sharding_constraint` on this very mesh.
+    """Pins of the values that the function itself constrains with `with_sharding_constraint` on
+    this very mesh.
 
-    Constraints on another mesh over the same devices stay in the program, but say nothing in the words of this one.
+    Constraints on another mesh over the same devices stay in the program, but say nothing in the
+    words of this one.
     """
     mesh_axes = {str(name): int(size) for name, size in mesh.shape.items()}
     found: dict[int, Spec] = {}
@@ -205,7 +225,11 @@ def user_constraints(program: Program, mesh: jax.sharding.Mesh) -> dict[int, Spe
             (value,) = eqn.outputs
             if spec is not None and PartitionSpec.UNCONSTRAINED not in tuple(spec):
                 try:
-                    found[value.index] = canonical_spec(spec, value, mesh_axes, "a constraint in the function")
-                except SpecError:  # an uneven constraint is the partitioner's to judge, as without autoshard
+                    found[value.index] = canonical_spec(
+                        spec, value, mesh_axes, "a constraint in the function"
+                    )
+                except (
+                    SpecError
+                ):  # an uneven constraint is the partitioner's to judge, as without autoshard
                     continue
     return found

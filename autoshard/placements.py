@@ -1,12 +1,15 @@
-"""First-fit of many layouts at once: where each mesh axis goes in every signature, as rows of small integers.
+"""First-fit of many layouts at once: where each mesh axis goes in every signature, as rows of small
+integers.
 
-Mesh axes are independent but for divisibility, so a layout is one row per mesh axis (the *placement* of that axis in
-every signature) and an order of the mesh axes, which says who is major where two share a dimension. Rows are kept once
-per content: two rule lists with the same rows and order are the same effective layout. Where two mesh axes meet in a
-dimension that both divide but their product does not, the later one is fitted again (`Placements.combine`).
+Mesh axes are independent but for divisibility, so a layout is one row per mesh axis (the
+*placement* of that axis in every signature) and an order of the mesh axes, which says who is major
+where two share a dimension. Rows are kept once per content: two rule lists with the same rows and
+order are the same effective layout. Where two mesh axes meet in a dimension that both divide but
+their product does not, the later one is fitted again (`Placements.combine`).
 
-A row holds for each column (a signature, or a pinned value) the dimension that the mesh axis splits, `ABSENT`, or
-`OPEN` where a rule's role is present but the mesh axis divides none of its dimensions (see `layout`).
+A row holds for each column (a signature, or a pinned value) the dimension that the mesh axis
+splits, `ABSENT`, or `OPEN` where a rule's role is present but the mesh axis divides none of its
+dimensions (see `layout`).
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class Placements:
         axes: Names of the mesh axes with more than one device, in mesh order.
         sizes: Their sizes.
         orders: Every order of the mesh axes, as positions in `axes`; the first is mesh order.
-        rows: For each mesh axis its rows, then the rows of orders (for each column a position in `orders`).
+        rows: For each mesh axis its rows, then the rows of orders (for each column a position in
+            `orders`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -68,7 +72,9 @@ class Placements:
         self.sizes = tuple(problem.mesh_axes[name] for name in self.axes)
         self.orders = tuple(itertools.permutations(range(len(self.axes))))
         self._column = {signature: i for i, signature in enumerate(problem.signatures)}
-        self._pinned = {index: len(self._column) + i for i, index in enumerate(sorted(problem.pins))}
+        self._pinned = {
+            index: len(self._column) + i for i, index in enumerate(sorted(problem.pins))
+        }
         self.columns = len(self._column) + len(self._pinned) + 1
         self.rows = tuple(Rows(self.columns) for _ in range(len(self.axes) + 1))
         width = max((len(s[0]) for s in problem.signatures), default=0)
@@ -86,7 +92,9 @@ class Placements:
         self._fixed = [np.full(self.columns, ABSENT, dtype=np.int8) for _ in self.axes]
         self._fixed.append(np.zeros(self.columns, dtype=np.int8))
         for index, column in self._pinned.items():
-            for fixed, placed in zip(self._fixed, self._placed(Fit(problem.pins[index], frozenset())), strict=True):
+            for fixed, placed in zip(
+                self._fixed, self._placed(Fit(problem.pins[index], frozenset())), strict=True
+            ):
                 fixed[column] = placed
         self._free = np.array([c < len(self._column) for c in range(self.columns)])
         self._tight = self._find_tight()
@@ -97,12 +105,16 @@ class Placements:
         self._rules_of_list: tuple[list[tuple[BoundRule, ...]], ...] = tuple([] for _ in self.axes)
         self._bound: dict[AxisRule, BoundRule] = {}
         self._refitted: dict[tuple[int, int, bytes, bytes], int] = {}
-        self._order_rows = tuple(self.rows[-1].add(self._order_row(i)) for i in range(len(self.orders)))
+        self._order_rows = tuple(
+            self.rows[-1].add(self._order_row(i)) for i in range(len(self.orders))
+        )
 
-    # Columns --------------------------------------------------------------------------------------------------------
+    # Columns --------------------------------------------------------------------------------------
 
     def value_column(self, value: Value) -> int:
-        """Column of a value: a pinned one has its own, one without roles the last, where nothing is ever split."""
+        """Column of a value: a pinned one has its own, one without roles the last, where nothing is
+        ever split.
+        """
         pinned = self._pinned.get(value.index)
         if pinned is not None:
             return pinned
@@ -120,11 +132,14 @@ class Placements:
     def factors(self, axis: int, rows: NDArray[np.int8]) -> NDArray[np.int64]:
         """[rows, columns] into how many pieces the partitioner cuts what a mesh axis leaves OPEN.
 
-        A dimension that the mesh axis does not divide is cut as far as it goes where another dimension of its role is
-        split: 4 heads on 8 devices in 4, if columns of their projection are split in 8. Alone it stays whole.
+        A dimension that the mesh axis does not divide is cut as far as it goes where another
+        dimension of its role is split: 4 heads on 8 devices in 4, if columns of their projection
+        are split in 8. Alone it stays whole.
         """
         size = self.sizes[axis]
-        cut = np.where((self._roles >= 0) & (self._dim_sizes % size != 0), np.gcd(self._dim_sizes, size), 1)
+        cut = np.where(
+            (self._roles >= 0) & (self._dim_sizes % size != 0), np.gcd(self._dim_sizes, size), 1
+        )
         found = np.ones(rows.shape, dtype=np.int64)
         for n in np.flatnonzero((rows == OPEN).any(axis=1)).tolist():
             split = np.flatnonzero(rows[n] >= 0)
@@ -133,7 +148,9 @@ class Placements:
         return np.where(rows == OPEN, found, 1)
 
     def alike(self, column: int, dim: int, other: int, other_dim: int) -> bool:
-        """True if rules say the same of dimensions of two columns, but for what their other dimensions have to do."""
+        """True if rules say the same of dimensions of two columns, but for what their other
+        dimensions have to do.
+        """
         one, two = (column, dim), (other, other_dim)
         return bool(
             self._roles[one] == self._roles[two]
@@ -142,10 +159,11 @@ class Placements:
             and self._free[column] == self._free[other]
         )
 
-    # Rows -----------------------------------------------------------------------------------------------------------
+    # Rows -----------------------------------------------------------------------------------------
 
     def of_list(self, axis: int, rules: tuple[BoundRule, ...]) -> int:
-        """The number of a rule list of one mesh axis; its row is first-fit as if the mesh axis were alone.
+        """The number of a rule list of one mesh axis; its row is first-fit as if the mesh axis were
+        alone.
 
         Args:
             axis: Position in `axes`.
@@ -181,7 +199,9 @@ class Placements:
         return self._has[role]
 
     def _fitting(self, role: int, axis: int, last: bool) -> Row:
-        """By column, the first or last dimension of a role that the mesh axis divides; OPEN where it divides none."""
+        """By column, the first or last dimension of a role that the mesh axis divides; OPEN where
+        it divides none.
+        """
         key = (role, axis, last)
         if key not in self._first:
             mine = (self._roles == role) & (self._dim_sizes > 1) & ~self._barred[axis]
@@ -198,23 +218,31 @@ class Placements:
         row[self._free] = order
         return row
 
-    # Layouts --------------------------------------------------------------------------------------------------------
+    # Layouts --------------------------------------------------------------------------------------
 
     def of_layout(self, layout: Layout) -> NDArray[np.int32]:
         """[mesh axes + 1] the rows of one layout, whatever the order of its rules."""
         rows = [fixed.copy() for fixed in self._fixed]
         for signature, column in self._column.items():
-            for row, placed in zip(rows, self._placed(layout.fit_signature(signature)), strict=True):
+            for row, placed in zip(
+                rows, self._placed(layout.fit_signature(signature)), strict=True
+            ):
                 row[column] = placed
-        return np.array([kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32)
+        return np.array(
+            [kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32
+        )
 
     def repinned(self, index: NDArray[np.int32], pins: Mapping[int, Spec]) -> NDArray[np.int32]:
-        """[mesh axes + 1] the rows of a layout with other specs of pinned values, by `Value.index`."""
+        """[mesh axes + 1] the rows of a layout with other specs of pinned values, by
+        `Value.index`.
+        """
         rows = [kept.array[number].copy() for kept, number in zip(self.rows, index, strict=True)]
         for value, spec in pins.items():
             for row, placed in zip(rows, self._placed(Fit(spec, frozenset())), strict=True):
                 row[self._pinned[value]] = placed
-        return np.array([kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32)
+        return np.array(
+            [kept.add(row) for kept, row in zip(self.rows, rows, strict=True)], dtype=np.int32
+        )
 
     def _placed(self, fit: Fit) -> list[int]:
         """Entries of each mesh axis and of the order for one signature."""
@@ -235,7 +263,9 @@ class Placements:
         for n, rules in enumerate(batch):
             bound = [b for rule in rules if (b := self._bind(rule)).size > 1]
             for axis, name in enumerate(self.axes):
-                lists[n, axis] = self.of_list(axis, tuple(rule for rule in bound if rule.mesh_axis == name))
+                lists[n, axis] = self.of_list(
+                    axis, tuple(rule for rule in bound if rule.mesh_axis == name)
+                )
             order = self._order_of(bound)
             if order is None:
                 index[n] = self._in_no_order(bound, lists[n])
@@ -251,7 +281,9 @@ class Placements:
         return self._bound[rule]
 
     def _order_of(self, rules: Sequence[BoundRule]) -> int | None:
-        """The first order of the mesh axes in which every role takes them; None where roles disagree."""
+        """The first order of the mesh axes in which every role takes them; None where roles
+        disagree.
+        """
         axes_of: dict[int, list[str]] = {}
         for rule in rules:
             axes_of.setdefault(rule.role, []).append(rule.mesh_axis)
@@ -263,12 +295,21 @@ class Placements:
                 before.add((self.axes.index(a), self.axes.index(b)))
         if not before:
             return 0
-        fits = (i for i, order in enumerate(self.orders) if all(order.index(a) < order.index(b) for a, b in before))
+        fits = (
+            i
+            for i, order in enumerate(self.orders)
+            if all(order.index(a) < order.index(b) for a, b in before)
+        )
         return next(fits, None)
 
     def _in_no_order(self, rules: Sequence[BoundRule], lists: NDArray[np.int32]) -> list[int]:
-        """The rows of rules that no order of the mesh axes gives: columns in which two meet are fitted one by one."""
-        rows = [self.rows[axis].array[self._row_of_list[axis][lists[axis]]].copy() for axis in range(len(self.axes))]
+        """The rows of rules that no order of the mesh axes gives: columns in which two meet are
+        fitted one by one.
+        """
+        rows = [
+            self.rows[axis].array[self._row_of_list[axis][lists[axis]]].copy()
+            for axis in range(len(self.axes))
+        ]
         rows.append(self._fixed[-1].copy())
         meet = np.zeros(self.columns, dtype=bool)
         for a in range(len(self.axes)):
@@ -286,8 +327,8 @@ class Placements:
 
         Args:
             lists: [layouts, mesh axes] numbers from `of_list`.
-            order: Which mesh axis takes a dimension first, as a position in `orders`: as if the rules of the first one
-                came first, then those of the second, and so on.
+            order: Which mesh axis takes a dimension first, as a position in `orders`: as if the
+                rules of the first one came first, then those of the second, and so on.
         """
         index = np.empty((len(lists), len(self.axes) + 1), dtype=np.int32)
         for axis in range(len(self.axes)):
@@ -299,7 +340,9 @@ class Placements:
         return index
 
     def _meet(self, index: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """[layouts] True where two mesh axes meet in a dimension that they may not divide together."""
+        """[layouts] True where two mesh axes meet in a dimension that they may not divide
+        together.
+        """
         found = np.zeros(len(index), dtype=bool)
         for a in range(len(self.axes)):
             for b in range(a):
@@ -308,7 +351,9 @@ class Placements:
         return found
 
     def _find_tight(self) -> NDArray[np.int64]:
-        """Columns with a dimension that two mesh axes divide one by one, but not all of those together."""
+        """Columns with a dimension that two mesh axes divide one by one, but not all of those
+        together.
+        """
         found = []
         for column in range(len(self._column)):
             for size in self._dim_sizes[column].tolist():
@@ -318,7 +363,9 @@ class Placements:
                     break
         return np.array(found, dtype=np.int64)
 
-    def _refit(self, index: NDArray[np.int32], lists: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
+    def _refit(
+        self, index: NDArray[np.int32], lists: NDArray[np.int32], order: Sequence[int]
+    ) -> NDArray[np.int32]:
         """Mends rows where mesh axes meet in a dimension that their product does not divide."""
         tight = self._tight
         left = np.repeat(self._dim_sizes[tight][None], len(index), axis=0)
@@ -329,13 +376,17 @@ class Placements:
             clash = (codes >= 0) & (left[candidate, place, dims] % self.sizes[axis] != 0)
             for n in np.flatnonzero(clash.any(axis=1)).tolist():
                 found = np.flatnonzero(clash[n])
-                index[n, axis] = self._refit_list(axis, int(lists[n, axis]), tight[found], left[n, found])
+                index[n, axis] = self._refit_list(
+                    axis, int(lists[n, axis]), tight[found], left[n, found]
+                )
             codes = self.rows[axis].array[index[:, axis]][:, tight]
             dims = np.maximum(codes, 0).astype(np.int64)
             left[candidate, place, dims] //= np.where(codes >= 0, self.sizes[axis], 1)
         return index
 
-    def _refit_list(self, axis: int, number: int, columns: NDArray[np.int64], left: NDArray[np.int64]) -> int:
+    def _refit_list(
+        self, axis: int, number: int, columns: NDArray[np.int64], left: NDArray[np.int64]
+    ) -> int:
         """The row of a list where these columns have only so much left of their sizes."""
         key = (axis, number, columns.tobytes(), left.tobytes())
         if key not in self._refitted:

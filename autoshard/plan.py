@@ -1,4 +1,6 @@
-"""The plan: a jitted drop-in for the function, with the shardings and inner constraints of one layout."""
+"""The plan: a jitted drop-in for the function, with the shardings and inner constraints of one
+layout.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ log = logging.getLogger("autoshard")
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Whether the plan's numbers are right, and how that is known. True in a condition only if they were compared.
+    """Whether the plan's numbers are right, and how that is known. True in a condition only if they
+    were compared.
 
     Attributes:
         ok: True if outputs were compared with a reference and agree.
@@ -63,8 +66,8 @@ class Plan:
         trials: Every candidate with prediction, evidence or rejection.
         skipped: Presets that make no sense for this function, with the reason.
         notes: What a person should know (carry that was assumed, effects, conversions, advice).
-        advice: Changes of the program that are predicted to gain more, one line each (see `autoshard.advice`); none was
-            looked for where nothing was compiled.
+        advice: Changes of the program that are predicted to gain more, one line each (see
+            `autoshard.advice`); none was looked for where nothing was compiled.
         bound: How much faster than the best one found any layout could be, by the model.
         chosen: Name of the mesh shape or variant that won, where several were searched.
         throughput: Of the plan as predicted by the search; None if nothing was searched.
@@ -97,7 +100,7 @@ class Plan:
     leaves: dict[str | None, Leaves] = field(default_factory=dict, init=False, repr=False)
     _others: list[Plan] = field(default_factory=list, repr=False)
 
-    # What it says ---------------------------------------------------------------------------------------------------
+    # What it says ---------------------------------------------------------------------------------
 
     @property
     def rules(self) -> tuple[AxisRule, ...]:
@@ -117,7 +120,9 @@ class Plan:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Shardings of the positional arguments, as `jax.jit(fn, in_shardings=...)` takes them (statics left out)."""
+        """Shardings of the positional arguments, as `jax.jit(fn, in_shardings=...)` takes them
+        (statics left out).
+        """
         args, _ = self.traced.call.rebuild(self.built.in_shardings)
         static = {i for i, _ in self.traced.call.statics if isinstance(i, int)}
         return tuple(arg for i, arg in enumerate(args) if i not in static)
@@ -147,32 +152,40 @@ class Plan:
         rules = ", ".join(map(str, self.rules)) or "replicated"
         return f"<Plan of {self.traced.program.name} on {dict(self.mesh.axes)}: {rules}; verified: {self.verified}>"
 
-    # What it does ---------------------------------------------------------------------------------------------------
+    # What it does ---------------------------------------------------------------------------------
 
     @property
     def built(self) -> Built:
         """The layout as a jitted function of flat leaves."""
         if self._built is None:
-            self._built = self.compiled.built if self.compiled else build(self.traced, self.layout, self.mesh)
+            self._built = (
+                self.compiled.built if self.compiled else build(self.traced, self.layout, self.mesh)
+            )
         return self._built
 
     def compile(self) -> Compiled:
         """The compiled program: the one the search compiled, else compiled now, once."""
         if self.compiled is None:
             self._needs_devices("compile()")
-            self.compiled = compile_built(self.built, self.mesh, compiler_options=self.compiler_options)
+            self.compiled = compile_built(
+                self.built, self.mesh, compiler_options=self.compiler_options
+            )
         return self.compiled
 
     def minimise(self) -> MinimalConstraints:
-        """The fewest constraints inside the function that give the same collectives, in the words of the source.
+        """The fewest constraints inside the function that give the same collectives, in the words
+        of the source.
 
-        Takes some dozens of runs of Shardy's passes and a few compilations; none for a plan of another machine.
+        Takes some dozens of runs of Shardy's passes and a few compilations; none for a plan of
+        another machine.
         """
         compiled = None if self.mesh.target is not None else self.compile
         return minimise(self.traced, self.layout, self.mesh, compiled, self.compiler_options)
 
     @overload
-    def explain(self, leaf: None = None, *, hardware: Hardware | str | None = None) -> Explanation: ...
+    def explain(
+        self, leaf: None = None, *, hardware: Hardware | str | None = None
+    ) -> Explanation: ...
 
     @overload
     def explain(self, leaf: str, *, hardware: Hardware | str | None = None) -> LeafExplanation: ...
@@ -180,11 +193,13 @@ class Plan:
     def explain(
         self, leaf: str | None = None, *, hardware: Hardware | str | None = None
     ) -> Explanation | LeafExplanation:
-        """What the plan moves, from which source line and rule, what each device stores, and why no preset is better.
+        """What the plan moves, from which source line and rule, what each device stores, and why no
+        preset is better.
 
         Args:
             leaf: A leaf path: explains its spec instead, and what each other one would cost.
-            hardware: What seconds are predicted for, a preset or file; by default the mesh's devices.
+            hardware: What seconds are predicted for, a preset or file; by default the mesh's
+                devices.
 
         Raises:
             PathError: If there is no such leaf.
@@ -203,29 +218,45 @@ class Plan:
         return what_if(self, pins, hardware)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are consumed."""
+        """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are
+        consumed.
+        """
         self._needs_devices("calling the plan")
         call = flatten_call(self.user_fn, args, kwargs, self.options)
         plan = self if call.same_as(self.traced.call) else self._for(call)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
-            return self._finished(args, plan.traced.unflatten_outputs(plan.built.function(*call.leaves)))
+            return self._finished(
+                args, plan.traced.unflatten_outputs(plan.built.function(*call.leaves))
+            )
         executable = plan.compile().executable
-        times = Counter(id(leaf) for leaf in call.leaves)  # jax dies of a donated array that is passed twice
+        times = Counter(
+            id(leaf) for leaf in call.leaves
+        )  # jax dies of a donated array that is passed twice
         leaves = [
-            _private(leaf, sharding) if donated and times[id(leaf)] > 1 else _moved(leaf, aval, sharding, donated)
+            _private(leaf, sharding)
+            if donated and times[id(leaf)] > 1
+            else _moved(leaf, aval, sharding, donated)
             for leaf, aval, sharding, donated in zip(
-                call.leaves, plan.traced.call.avals, plan.built.in_shardings, plan.traced.call.donated, strict=True
+                call.leaves,
+                plan.traced.call.avals,
+                plan.built.in_shardings,
+                plan.traced.call.donated,
+                strict=True,
             )
         ]
         return self._finished(args, plan.traced.unflatten_outputs(executable(*leaves)))
 
     def _finished(self, args: tuple[Any, ...], outputs: Any) -> Any:
-        """The outputs as the person's function returns them; modules that it changes in place are changed."""
+        """The outputs as the person's function returns them; modules that it changes in place are
+        changed.
+        """
         return self.user_fn.finish(args, outputs) if isinstance(self.user_fn, InPlace) else outputs
 
     @property
     def fn(self) -> Callable[..., Any]:
-        """The function with the constraints inside, not jitted; differentiable and vmappable as the original is."""
+        """The function with the constraints inside, not jitted; differentiable and vmappable as the
+        original is.
+        """
 
         def constrained(*args: Any, **kwargs: Any) -> Any:
             call = flatten_call(self.user_fn, args, kwargs, self.options)
@@ -238,14 +269,16 @@ class Plan:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers for these arguments (arrays or ShapeDtypeStructs), as `jax.jit(fn).lower` does.
 
-        For a target what comes back is for reading: its own `compile()` asks jax for devices that are not here.
+        For a target what comes back is for reading: its own `compile()` asks jax for devices that
+        are not here.
         """
         call = flatten_call(self.user_fn, args, kwargs, self.options)
         plan = self if call.same_as(self.traced.call) else self._for(call)
         return plan.built.lower()
 
     def place(self, argument: int | str, tree: Any) -> Any:
-        """A copy of an argument on the devices, laid out as the plan needs it; yours stays as it is.
+        """A copy of an argument on the devices, laid out as the plan needs it; yours stays as it
+        is.
 
         Args:
             argument: Position or name of the parameter.
@@ -262,8 +295,10 @@ class Plan:
         arrays = [i for i, leaf in enumerate(leaves) if not is_static(leaf)]
         if len(arrays) != len(numbers):
             raise PathError(
-                f"place({argument!r}, ...): the tree has {len(arrays)} array leaves, but the argument had "
-                f"{len(numbers)} ({', '.join(paths[i] for i in numbers[:4])}, ...). Pass the same structure."
+                f"place({argument!r}, ...): the tree has {len(arrays)} array leaves, but the "
+                f"argument had "
+                f"{len(numbers)} ({', '.join(paths[i] for i in numbers[:4])}, ...). Pass the same "
+                f"structure."
             )
         avals, shardings = self.traced.call.avals, self.built.in_shardings
         for position, number in zip(arrays, numbers, strict=True):
@@ -274,15 +309,18 @@ class Plan:
     def _needs_devices(self, what: str) -> None:
         if self.mesh.target is not None:
             raise TargetError(
-                f"{what}: this plan is for {self.mesh.target}, which is not here, so nothing can run on it. Save its "
-                f"table, plan.table.save(path), and apply it where the devices are: autoshard.apply(fn, args, mesh, "
+                f"{what}: this plan is for {self.mesh.target}, which is not here, so nothing can "
+                f"run on it. Save its "
+                f"table, plan.table.save(path), and apply it where the devices are: "
+                f"autoshard.apply(fn, args, mesh, "
                 f"path)."
             )
 
     def abstract(self, argument: int | str) -> Any:
         """An argument as `jax.ShapeDtypeStruct`s with the plan's shardings, in its structure.
 
-        What orbax restores into: `checkpointer.restore(path, plan.abstract("params"))` puts each shard where it
+        What orbax restores into: `checkpointer.restore(path, plan.abstract("params"))` puts each
+            shard where it
         belongs, whatever plan or mesh it was saved under.
 
         Args:
@@ -315,11 +353,14 @@ class Plan:
 
 
 def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, donated: bool) -> Any:
-    """The leaf laid out as needed: itself where it is so already, else a copy; donating that spares the original."""
+    """The leaf laid out as needed: itself where it is so already, else a copy; donating that spares
+    the original.
+    """
     if aval.dtype == jax.dtypes.float0:
         return leaf
     if isinstance(leaf, jax.Array) and (
-        leaf.sharding == sharding or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
+        leaf.sharding == sharding
+        or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
     ):
         return leaf if leaf.sharding == sharding else put(leaf, sharding)
     if aval.weak_type and not isinstance(leaf, jax.Array):

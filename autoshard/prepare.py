@@ -1,4 +1,6 @@
-"""From a function and example arguments to a `Problem`: trace, carry, logical axes, roles, groups and pins."""
+"""From a function and example arguments to a `Problem`: trace, carry, logical axes, roles, groups
+and pins.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ Pins = PinMap | Plan | SpecTable | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
 
 LARGE_CONSTANT_BYTES = 2**20
-"""Captured constants from this size on are worth a word; smaller ones (masks, tables of positions) are common."""
+"""Captured constants from this size on are worth a word; smaller ones (masks, tables of positions)
+are common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +91,15 @@ def make_request(
         ArgumentError: If one of them is not of the documented form.
     """
     if not callable(fn):
-        raise ArgumentError(f"fn is a {type(fn).__name__}; pass the function you would give to jax.jit.")
+        raise ArgumentError(
+            f"fn is a {type(fn).__name__}; pass the function you would give to jax.jit."
+        )
     if callable(example_args):
         example_args = example_args()
     if not isinstance(example_args, tuple | list):
         raise ArgumentError(
-            f"example_args is a {type(example_args).__name__}; pass a tuple of the positional arguments, "
+            f"example_args is a {type(example_args).__name__}; pass a tuple of the positional "
+            f"arguments, "
             f"for one argument (x,)."
         )
     if user_constraints not in ("pin", "ignore"):
@@ -115,27 +121,41 @@ def make_request(
 def prepare(request: Request, call: Call) -> Prepared:
     """Traces a request and finds its logical axes, roles, groups and pins."""
     mesh = request.mesh
-    traced = trace(request.fn, call, mesh.auto, keep_user_constraints=request.user_constraints == "pin")
+    traced = trace(
+        request.fn, call, mesh.auto, keep_user_constraints=request.user_constraints == "pin"
+    )
     program = traced.program
     carry = resolve_carry(traced, request.carry)
     if isinstance(request.fn, InPlace) and request.carry is None:
-        carry += tuple(pair for pair in resolve_carry(traced, request.fn.carry) if pair not in carry)
+        carry += tuple(
+            pair for pair in resolve_carry(traced, request.fn.carry) if pair not in carry
+        )
     notes = []
     if request.carry is None and carry:
         owners = dict.fromkeys(program.input_paths[i].split("/")[0] for i, _ in carry)
-        notes.append(f"carry: {', '.join(owners)} (donated, matched by outputs) keep their specs from step to step")
+        notes.append(
+            f"carry: {', '.join(owners)} (donated, matched by outputs) keep their specs from step "
+            f"to step"
+        )
     if mesh.explicit_axes:
-        notes.append(f"mesh axes {', '.join(mesh.explicit_axes)} are Explicit; the search worked on their Auto version")
+        notes.append(
+            f"mesh axes {', '.join(mesh.explicit_axes)} are Explicit; the search worked on their "
+            f"Auto version"
+        )
     notes += _notes_on(program)
     state = tuple(carry) + tuple(
-        pair for pair in matching_state(traced, donated_only=False) if pair[0] not in {i for i, _ in carry}
+        pair
+        for pair in matching_state(traced, donated_only=False)
+        if pair[0] not in {i for i, _ in carry}
     )
     finder = RuleFinder()
     axes = logical_axes(program, carry, finder.rule_for)
     notes += [*finder.notes, *_notes_on_kernels(axes)]
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
-    asked: Pins = specs_from_names(call, tuple(mesh.axes)) if request.pins == "metadata" else request.pins
+    asked: Pins = (
+        specs_from_names(call, tuple(mesh.axes)) if request.pins == "metadata" else request.pins
+    )
     pinned = resolve_pins(_pin_map(asked, program.input_paths), program, mesh.axes, carry)
     roles = find_roles(axes, role_names(call))
     problem = pinned.over(Problem(roles, groups, mesh.axes, pins, unstated_roles(roles)))
@@ -149,13 +169,15 @@ def _notes_on(program: Program) -> list[str]:
     if effects:
         listed = ", ".join(f"{count} {name}" for name, count in effects.items())
         notes.append(
-            f"side effects ({listed}): they happen whenever a candidate is verified or measured, and when it runs"
+            f"side effects ({listed}): they happen whenever a candidate is verified or measured, "
+            f"and when it runs"
         )
     large = [v for v in program.captured() if v.bytes >= LARGE_CONSTANT_BYTES]
     if large:
         listed = ", ".join(f"{v.dtype}{list(v.shape)}" for v in large[:3])
         notes.append(
-            f"{sum(v.bytes for v in large)} bytes of captured constants ({listed}) are whole on every device; "
+            f"{sum(v.bytes for v in large)} bytes of captured constants ({listed}) are whole on "
+            f"every device; "
             f"pass them as arguments and they can be sharded"
         )
     return notes
@@ -170,18 +192,24 @@ def _notes_on_kernels(axes: LogicalAxes) -> list[str]:
         where = f"{eqn.primitive} ({source_line(eqn)})"
         if any(kind is not LoopKind.WHOLE for kind in axes.rules[eqn.index].kinds):
             shown = (
-                "its grid and index maps show" if eqn.primitive == "pallas_call" else "running it on small arrays shows"
+                "its grid and index maps show"
+                if eqn.primitive == "pallas_call"
+                else "running it on small arrays shows"
             )
             notes[where] = (
-                f"{where} is put into a shard_map where a layout splits its work: {shown} where it can be cut"
+                f"{where} is put into a shard_map where a layout splits its work: {shown} where it "
+                f"can be cut"
             )
         elif not eqn.params.get("interpret"):
             notes[where] = (
-                f"WARNING: {where} is opaque: its operands are gathered and every device runs all of it. Wrap it in "
+                f"WARNING: {where} is opaque: its operands are gathered and every device runs all "
+                f"of it. Wrap it in "
                 f"jax.shard_map over its batch or heads dimensions"
             )
             if eqn.primitive == "pallas_call" and eqn.params["grid_mapping"].scratch_avals:
-                notes[where] += ", or declare the axes of its grid that share no scratch memory 'parallel'"
+                notes[where] += (
+                    ", or declare the axes of its grid that share no scratch memory 'parallel'"
+                )
     return list(notes.values())
 
 
@@ -191,20 +219,27 @@ def _pin_map(pins: Pins, paths: Sequence[str]) -> PinMap:
         return {}
     if isinstance(pins, Plan | SpecTable):
         specs = pins.specs if isinstance(pins, Plan) else pins.input_specs()
-        shared: dict[str | re.Pattern[str], PartitionSpec | Only] = {p: s for p, s in specs.items() if p in set(paths)}
+        shared: dict[str | re.Pattern[str], PartitionSpec | Only] = {
+            p: s for p, s in specs.items() if p in set(paths)
+        }
         if not shared:
             raise PathError(
-                f"pins is a {type(pins).__name__} with leaves {', '.join(list(specs)[:3])}, ..., none of which this "
-                f"function has ({', '.join(list(paths)[:3])}, ...). Name the parameters alike, or pass a mapping."
+                f"pins is a {type(pins).__name__} with leaves {', '.join(list(specs)[:3])}, ..., "
+                f"none of which this "
+                f"function has ({', '.join(list(paths)[:3])}, ...). Name the parameters alike, or "
+                f"pass a mapping."
             )
         return shared
     if not isinstance(pins, Mapping):
-        raise ArgumentError(f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs.")
+        raise ArgumentError(
+            f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs."
+        )
     given: Mapping[Any, Any] = pins
     for key, spec in given.items():
         if not isinstance(key, str | re.Pattern) or not isinstance(spec, PartitionSpec | Only):
             raise ArgumentError(
-                f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values jax.sharding.PartitionSpec "
+                f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values "
+                f"jax.sharding.PartitionSpec "
                 f"or autoshard.Only."
             )
     return pins

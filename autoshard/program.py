@@ -1,10 +1,14 @@
 """The program as the rest of autoshard sees it: values, equations and bodies, free of jax types.
 
-`trace` builds a `Program` from a jaxpr and is, with its compat file, the only module that knows jaxprs. Invariants:
+`trace` builds a `Program` from a jaxpr and is, with its compat file, the only module that knows
+jaxprs. Invariants:
 
-- every `Value` and every `Eqn` is unique: bodies are made distinct per call site, so identity means "this place";
-- `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer ones first);
-- how the values of a body relate to those of its equation is stated by `Eqn.ties`, never guessed from primitive names.
+- every `Value` and every `Eqn` is unique: bodies are made distinct per call site, so identity means
+  "this place";
+- `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer
+  ones first);
+- how the values of a body relate to those of its equation is stated by `Eqn.ties`, never guessed
+  from primitive names.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class Value:
 
 
 class Flow(enum.Enum):
-    """Which way data goes along a tie: into a body, out of it, or out of it and back in as the next trip's carry."""
+    """Which way data goes along a tie: into a body, out of it, or out of it and back in as the next
+    trip's carry.
+    """
 
     IN = "in"
     OUT = "out"
@@ -52,9 +58,11 @@ class Flow(enum.Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tie:
-    """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is scanned).
+    """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is
+    scanned).
 
-    IN ties an operand to a body input, OUT a body output to a result, BACK a result to the body input that carries it.
+    IN ties an operand to a body input, OUT a body output to a result, BACK a result to the body
+    input that carries it.
     """
 
     outer: Value
@@ -75,7 +83,8 @@ class Tie:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """A jaxpr: the whole program, or the body of a scan, while, cond, remat, custom_jvp/vjp or jit equation.
+    """A jaxpr: the whole program, or the body of a scan, while, cond, remat, custom_jvp/vjp or jit
+    equation.
 
     Attributes:
         name: Which parameter of the equation it came from (`jaxpr`, `body_jaxpr`, `branches[1]`).
@@ -101,11 +110,13 @@ class Eqn:
     Attributes:
         index: Position in `Program.eqns`.
         primitive: Name of the primitive (`dot_general`, `scan`).
-        params: The primitive's parameters as jax holds them (dimension numbers are duck-typed by the dimension rules).
+        params: The primitive's parameters as jax holds them (dimension numbers are duck-typed by
+            the dimension rules).
         inputs: Operands, literals included.
         outputs: Results; a dropped result is a Value like any other.
         bodies: Sub-programs, empty for ordinary primitives.
-        ties: How values of the bodies relate to `inputs` and `outputs` (and loop carries to themselves).
+        ties: How values of the bodies relate to `inputs` and `outputs` (and loop carries to
+            themselves).
         scanned: Operands and results whose dimension 0 a scan consumes or stacks, one slice a trip.
         carries: For loops, body inputs and outputs that are carried: `(body input, body output)`.
         origin: The jax equation, opaque outside `trace` and `constrain`.
@@ -135,7 +146,8 @@ class Program:
         input_paths: Leaf path of each argument leaf (`params/layers/wq`), unique.
         output_paths: Leaf path of each output leaf, unique.
         input_argnums: Which argument each leaf belongs to: a position, or a keyword's name.
-        fingerprint: Stable digest of the program (shapes, dtypes, primitives, structure; not variable names).
+        fingerprint: Stable digest of the program (shapes, dtypes, primitives, structure; not
+            variable names).
         origin: The closed jaxpr, opaque outside `trace` and `constrain`.
     """
 
@@ -155,7 +167,9 @@ class Program:
         return tuple(dict.fromkeys(value for body in bodies for value in body.consts))
 
     def walk(self, body: Body | None = None, trips: int = 1) -> Iterator[tuple[Eqn, int]]:
-        """Yields every equation with how often it runs (unknown trip counts count once), in program order."""
+        """Yields every equation with how often it runs (unknown trip counts count once), in program
+        order.
+        """
         body = self.body if body is None else body
         for eqn in body.eqns:
             yield eqn, trips

@@ -1,7 +1,7 @@
 """Progress of long work: a live line on a terminal, plain lines elsewhere, nothing if not wanted.
 
-It writes to a duplicate of standard error: while a candidate compiles, file descriptor 2 itself is captured to read the
-partitioner's warnings.
+It writes to a duplicate of standard error: while a candidate compiles, file descriptor 2 itself is
+captured to read the partitioner's warnings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Progress:
 
         Args:
             enabled: Whether to say anything.
-            interrupts: Checked at every step, so that a Ctrl-C whose exception was lost still ends the work.
+            interrupts: Checked at every step, so that a Ctrl-C whose exception was lost still ends
+                the work.
         """
         self._interrupts = interrupts
         self._console: Console | None = None
@@ -40,7 +41,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._status is not None:
             self._status.stop()

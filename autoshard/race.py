@@ -1,6 +1,8 @@
-"""The ladder that candidates climb: partitioned, compiled, verified, measured. A failure is a rejection, nothing stops.
+"""The ladder that candidates climb: partitioned, compiled, verified, measured. A failure is a
+rejection, nothing stops.
 
-Each rung cuts the ranked list. What a candidate earned is kept in the study, so an interrupted search continues.
+Each rung cuts the ranked list. What a candidate earned is kept in the study, so an interrupted
+search continues.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ NOISE = 1.05
 """Medians within this ratio count as equally fast, as do those whose bootstrap interval holds 1."""
 
 ARGUMENTS_PREDICTED = 100
-"""Candidates from the top of the ranking within which layouts for arguments only get a prediction of their own."""
+"""Candidates from the top of the ranking within which layouts for arguments only get a prediction
+of their own."""
 
 FAR = 2.0
 """Prediction alone prunes a candidate only beyond this multiple of the memory budget."""
@@ -53,7 +56,8 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, float, bool, int, str]:
-        """Order of candidates: compiled time to three digits (predicted where there is none), compiled peak to two.
+        """Order of candidates: compiled time to three digits (predicted where there is none),
+        compiled peak to two.
 
         Then stated inside before arguments only, fewer rules, key.
         """
@@ -101,10 +105,12 @@ class Race:
     """Bytes that programs need which the compiler refuses."""
 
     def enter(self, proposals: Iterable[Proposal]) -> None:
-        """Enters each proposal twice: with constraints inside, and for arguments only; best first by prediction.
+        """Enters each proposal twice: with constraints inside, and for arguments only; best first
+        by prediction.
 
-        Layouts for arguments only are one where their arguments are split alike. What the rules say of the inside does
-        not hold there, so the best of them are predicted by the fewest rules that give the same arguments.
+        Layouts for arguments only are one where their arguments are split alike. What the rules say
+        of the inside does not hold there, so the best of them are predicted by the fewest rules
+        that give the same arguments.
         """
         entered = {c.trial.key for c in self.candidates}
         shortener = Shortener(self.predictor.placements)
@@ -123,11 +129,15 @@ class Race:
                     shortened.append((proposal, shortener.shorten(layout), key))
         if shortened:
             index = self.predictor.placements.of_rules([layout.rules for _, layout, _ in shortened])
-            for (proposal, layout, key), own in zip(shortened, self.predictor.predict_each(index), strict=True):
+            for (proposal, layout, key), own in zip(
+                shortened, self.predictor.predict_each(index), strict=True
+            ):
                 self._enter(replace(proposal, prediction=own), layout, key, known)
         self.candidates.sort(key=lambda c: c.proposal.order(self.budget_bytes))
 
-    def _enter(self, proposal: Proposal, layout: Layout, key: str, known: Mapping[str, Trial]) -> None:
+    def _enter(
+        self, proposal: Proposal, layout: Layout, key: str, known: Mapping[str, Trial]
+    ) -> None:
         p = proposal.prediction
         predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
         trial = Trial(
@@ -149,8 +159,14 @@ class Race:
         self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
 
     def standing(self) -> str:
-        """How the race stands: the best so far, how many are left to compile, how many were rejected."""
-        alive = [c for c in self.candidates if c.trial.compiled is not None and c.trial.status != "rejected"]
+        """How the race stands: the best so far, how many are left to compile, how many were
+        rejected.
+        """
+        alive = [
+            c
+            for c in self.candidates
+            if c.trial.compiled is not None and c.trial.status != "rejected"
+        ]
         parts = []
         if alive:
             best = min(alive, key=lambda c: c.order)
@@ -163,22 +179,31 @@ class Race:
         parts += [f"{rejected} rejected"] if rejected else []
         return ", ".join(parts)
 
-    # Rungs ----------------------------------------------------------------------------------------------------------
+    # Rungs ----------------------------------------------------------------------------------------
 
     def time_s(self, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
-        """Seconds of a step: predicted compute, and the collectives of a program priced with the hardware's links."""
+        """Seconds of a step: predicted compute, and the collectives of a program priced with the
+        hardware's links.
+        """
         return step_s(self.predictor, compute_s, ops)
 
     def _as_sent(self, ops: Sequence[CollectiveOp]) -> list[CollectiveOp]:
-        """Shardy's collectives as the backend sends them: XLA:CPU makes a reduce_scatter an all_reduce and a slice."""
+        """Shardy's collectives as the backend sends them: XLA:CPU makes a reduce_scatter an
+        all_reduce and a slice.
+        """
         lacking = self.prepared.request.mesh.platform == "cpu"
-        return [replace(op, kind="all_reduce") if lacking and op.kind == "reduce_scatter" else op for op in ops]
+        return [
+            replace(op, kind="all_reduce") if lacking and op.kind == "reduce_scatter" else op
+            for op in ops
+        ]
 
     def partition(self, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Runs Shardy's passes on candidates; returns seconds of a step by key."""
         times: dict[str, float] = {}
         for number, candidate in enumerate(candidates):
-            self.progress.doing(f"partitioning {number + 1} of {len(candidates)}: {candidate.trial.name}")
+            self.progress.doing(
+                f"partitioning {number + 1} of {len(candidates)}: {candidate.trial.name}"
+            )
             compute_s = candidate.proposal.prediction.compute_s
             if candidate.trial.compiled is not None:
                 times[candidate.trial.key] = candidate.trial.compiled.time_s
@@ -186,7 +211,9 @@ class Race:
             if candidate.trial.status == "rejected":
                 continue
             try:
-                candidate.built = build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
+                candidate.built = build(
+                    self.prepared.traced, candidate.layout, self.prepared.request.mesh
+                )
                 found = self._partition(candidate.built.lower())
             except Exception as error:
                 self.reject(candidate, f"lowering failed: {one_line(error)}")
@@ -224,9 +251,11 @@ class Race:
         self.shared.each("compile", new, self._compile, needs="compile", stop=stop)
 
     def _compile(self, candidate: Candidate, *, to_run: bool = False) -> None:
-        """Compiles one candidate here; where there is evidence of it already, only if it is needed `to_run`.
+        """Compiles one candidate here; where there is evidence of it already, only if it is needed
+        `to_run`.
 
-        With isolation that is in a process of its own, and in this one only what survived there and is needed `to_run`.
+        With isolation that is in a process of its own, and in this one only what survived there and
+        is needed `to_run`.
         """
         if candidate.trial.status == "rejected" or self._on_bench(candidate):
             return
@@ -236,13 +265,17 @@ class Race:
         self.progress.doing(f"compiling {trial.name}", self.standing())
         compute_s = candidate.proposal.prediction.compute_s
         try:
-            built = candidate.built or build(self.prepared.traced, candidate.layout, self.prepared.request.mesh)
+            built = candidate.built or build(
+                self.prepared.traced, candidate.layout, self.prepared.request.mesh
+            )
             found = trial.compiled or self._isolated(built, compute_s)
             if isinstance(found, Failure):
                 self.reject(candidate, f"compilation failed: {found.reason}")
                 return
             if found is None or to_run:
-                made = self.bench.compile(trial.key, candidate.layout, built, lambda ops: self.time_s(compute_s, ops))
+                made = self.bench.compile(
+                    trial.key, candidate.layout, built, lambda ops: self.time_s(compute_s, ops)
+                )
                 found = found or made.evidence
         except Exception as error:
             self.reject(candidate, f"compilation failed: {one_line(error)}")
@@ -256,16 +289,21 @@ class Race:
             self.reject(candidate, over)
             return
         self.progress.say(
-            f"{trial.name}: compiled in {seconds_text(found.compile_s)}, {bytes_text(found.collective_bytes)} moved, "
+            f"{trial.name}: compiled in {seconds_text(found.compile_s)}, "
+            f"{bytes_text(found.collective_bytes)} moved, "
             f"peak {bytes_text(found.peak_bytes)}"
         )
 
     def _isolated(self, built: Built, compute_s: float) -> CompiledEvidence | Failure | None:
-        """Compiles in a process of its own; None where that is not wanted or not possible (which is noted)."""
+        """Compiles in a process of its own; None where that is not wanted or not possible (which is
+        noted).
+        """
         if self.isolation is None:
             return None
         outcome = self.isolation.compile(
-            built, compiler_options=self.compiler_options, time_of=lambda ops: self.time_s(compute_s, ops)
+            built,
+            compiler_options=self.compiler_options,
+            time_of=lambda ops: self.time_s(compute_s, ops),
         )
         if not isinstance(outcome, InProcess):
             return outcome
@@ -280,21 +318,29 @@ class Race:
         found = candidate.trial.compiled
         if found is None or self.budget_bytes is None or found.peak_bytes <= self.budget_bytes:
             return ""
-        return (
-            f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
-        )
+        return f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
 
     def verify(self, candidate: Candidate) -> None:
-        """Compares a compiled candidate's outputs with the unsharded function's; a mismatch rejects it.
+        """Compares a compiled candidate's outputs with the unsharded function's; a mismatch rejects
+        it.
 
-        Where the unsharded function does not fit on one device, the outputs are compared with those of another compiled
-        layout, and the same layout with the unsharded function at smaller sizes.
+        Where the unsharded function does not fit on one device, the outputs are compared with those
+        of another compiled layout, and the same layout with the unsharded function at smaller
+        sizes.
         """
         self.compile([candidate])
-        if candidate.trial.status == "rejected" or candidate.trial.verified is not None or self.reference_failure:
+        if (
+            candidate.trial.status == "rejected"
+            or candidate.trial.verified is not None
+            or self.reference_failure
+        ):
             return
         for failure in self.shared.each(
-            "verify", [candidate], self._verify, needs="measure", note=lambda: self.reference_failure
+            "verify",
+            [candidate],
+            self._verify,
+            needs="measure",
+            note=lambda: self.reference_failure,
         ):
             self.reference_failure = failure
 
@@ -307,7 +353,10 @@ class Race:
         self.progress.doing(f"verifying {candidate.trial.name}", self.standing())
         try:
             other = self._other(candidate)
-            self.bench.refer(None if other is None else other.trial.key, "" if other is None else other.trial.name)
+            self.bench.refer(
+                None if other is None else other.trial.key,
+                "" if other is None else other.trial.name,
+            )
         except Exception as error:
             self.reference_failure = f"nothing to compare with: {one_line(error)}"
             return
@@ -316,7 +365,9 @@ class Race:
             if other is not None and compared.agrees:
                 small = self.bench.compare_small(candidate.layout)
                 if isinstance(small, str):
-                    self.progress.say(f"{candidate.trial.name}: not compared at smaller sizes, {small}")
+                    self.progress.say(
+                        f"{candidate.trial.name}: not compared at smaller sizes, {small}"
+                    )
                 else:
                     below, factor = small
                     text = f"{compared.found.against}, and the {below.found.against} at sizes divided by up to {factor}"
@@ -330,7 +381,8 @@ class Race:
         if not compared.agrees:
             self.reject(
                 candidate,
-                f"wrong numbers: {found.leaf} differs from that of the {found.against} by {found.max_abs_err:.3g}, "
+                f"wrong numbers: {found.leaf} differs from that of the {found.against} by "
+                f"{found.max_abs_err:.3g}, "
                 f"tolerance {found.tolerance:.3g}",
             )
 
@@ -339,7 +391,9 @@ class Race:
         return candidate.trial.key in self.bench.compiled
 
     def too_large(self, candidate: Candidate) -> str:
-        """Why a candidate cannot be run here: devices on the CPU share the host's memory; empty where it can."""
+        """Why a candidate cannot be run here: devices on the CPU share the host's memory; empty
+        where it can.
+        """
         found, mesh = candidate.trial.compiled, self.prepared.request.mesh
         if found is None or mesh.platform != "cpu":
             return ""
@@ -349,7 +403,8 @@ class Race:
         return f"not run: it needs {bytes_text(need)} on all devices, and this host has {bytes_text(there)}"
 
     def _other(self, candidate: Candidate) -> Candidate | None:
-        """What to compare a candidate with: a compiled candidate, or None for the unsharded function.
+        """What to compare a candidate with: a compiled candidate, or None for the unsharded
+        function.
 
         Raises:
             LookupError: If there is neither.
@@ -358,12 +413,17 @@ class Race:
         if whole <= self.predictor.hardware.memory_bytes:
             return None
         for other in self.candidates:
-            if other.trial.compiled is None or other.layout.input_specs() == candidate.layout.input_specs():
+            if (
+                other.trial.compiled is None
+                or other.layout.input_specs() == candidate.layout.input_specs()
+            ):
                 continue
             self._compile(other, to_run=True)
             if self._on_bench(other):
                 return other
-        raise LookupError("the unsharded function does not fit on one device, and no second layout was compiled")
+        raise LookupError(
+            "the unsharded function does not fit on one device, and no second layout was compiled"
+        )
 
     def late(self) -> bool:
         """True after the deadline (`time.monotonic`)."""
@@ -373,11 +433,16 @@ class Race:
         """Measures candidates against each other, round by round."""
         self.compile(candidates)
         alive = [c for c in candidates if c.trial.status != "rejected" and not self.too_large(c)]
-        if not alive or (all(c.trial.measured is not None for c in alive) and not self.shared.again):
+        if not alive or (
+            all(c.trial.measured is not None for c in alive) and not self.shared.again
+        ):
             return
 
         def best_s() -> float | None:
-            return min((c.trial.measured.median_s for c in alive if c.trial.measured is not None), default=None)
+            return min(
+                (c.trial.measured.median_s for c in alive if c.trial.measured is not None),
+                default=None,
+            )
 
         self.shared.group("measure", alive, lambda: self._measure(alive), best_s)
 
@@ -392,7 +457,8 @@ class Race:
                     self._inputs_fit(list(by_name.values())),
                     self.late,
                     lambda n, best: self.progress.doing(
-                        f"measuring round {n}: " + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
+                        f"measuring round {n}: "
+                        + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
                     ),
                 )
             except RunError as failure:
@@ -401,24 +467,41 @@ class Race:
             for name, measured in found.items():
                 candidate = by_name[name]
                 candidate.trial = replace(candidate.trial, status="measured", measured=measured)
-                self.progress.say(f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)")
+                self.progress.say(
+                    f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)"
+                )
             return
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate:
-        """The fastest by the clock; those within noise of it are ordered by prediction, then canonical form."""
-        seconds = {c.trial.key: c.trial.measured.seconds for c in candidates if c.trial.measured is not None}
+        """The fastest by the clock; those within noise of it are ordered by prediction, then
+        canonical form.
+        """
+        seconds = {
+            c.trial.key: c.trial.measured.seconds
+            for c in candidates
+            if c.trial.measured is not None
+        }
 
         def no_slower(mine: Candidate, other: Candidate) -> bool:
             interval = ratio_interval(seconds[mine.trial.key], seconds[other.trial.key])
             return interval.ratio <= NOISE or interval.low <= 1.0
 
-        tied = [c for c in candidates if all(no_slower(c, other) for other in candidates if other is not c)]
+        tied = [
+            c
+            for c in candidates
+            if all(no_slower(c, other) for other in candidates if other is not c)
+        ]
         return min(tied or candidates, key=lambda c: c.order)
 
     def _inputs_fit(self, candidates: Sequence[Candidate]) -> bool:
         memory = self.budget_bytes or self.predictor.hardware.memory_bytes
-        need = sum(c.trial.compiled.argument_bytes for c in candidates if c.trial.compiled is not None)
-        peak = max((c.trial.compiled.peak_bytes for c in candidates if c.trial.compiled is not None), default=0)
+        need = sum(
+            c.trial.compiled.argument_bytes for c in candidates if c.trial.compiled is not None
+        )
+        peak = max(
+            (c.trial.compiled.peak_bytes for c in candidates if c.trial.compiled is not None),
+            default=0,
+        )
         return need + peak <= memory
 
 
@@ -434,6 +517,11 @@ def one_line(error: BaseException) -> str:
 
 
 def step_s(predictor: Predictor, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
-    """Seconds of a step: these of compute, and a program's collectives priced with the links of the hardware."""
-    comm_s = sum(op.trips * predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size) for op in ops)
+    """Seconds of a step: these of compute, and a program's collectives priced with the links of the
+    hardware.
+    """
+    comm_s = sum(
+        op.trips * predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
+        for op in ops
+    )
     return compute_s + comm_s - predictor.hardware.overlap * min(compute_s, comm_s)

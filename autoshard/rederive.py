@@ -1,8 +1,10 @@
-"""A table on a program that may have changed: the specs it states where they still hold, else those its rules give.
+"""A table on a program that may have changed: the specs it states where they still hold, else those
+its rules give.
 
-The same mesh and shapes give exactly the table's specs. Under other axis sizes, for a model of another width or with
-more layers of the same kind, specs come from the rules, and what the person had fixed stays fixed where it divides; the
-table's numbers are then stale. A role is found by the leaves that have it, so a role may be called otherwise here.
+The same mesh and shapes give exactly the table's specs. Under other axis sizes, for a model of
+another width or with more layers of the same kind, specs come from the rules, and what the person
+had fixed stays fixed where it divides; the table's numbers are then stale. A role is found by the
+leaves that have it, so a role may be called otherwise here.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def rederive(table: SpecTable, prepared: Prepared) -> Derived:
     """Binds a table.
 
     Raises:
-        TableError: If the mesh lacks an axis of the table, or the arguments are those of another function.
+        TableError: If the mesh lacks an axis of the table, or the arguments are those of another
+            function.
         RuleError: If a rule's role is not found here.
         SpecError: If a spec that the table fixed against its rules fits no more.
     """
@@ -52,14 +55,16 @@ def rederive(table: SpecTable, prepared: Prepared) -> Derived:
     lacking = [axis for axis in table.mesh.axes if axis not in mesh.axes]
     if lacking:
         raise TableError(
-            f"the table is for mesh {table.mesh.axes}, this mesh is {dict(mesh.axes)}, without {lacking[0]!r}. "
+            f"the table is for mesh {table.mesh.axes}, this mesh is {dict(mesh.axes)}, without "
+            f"{lacking[0]!r}. "
             f"Name the axes alike, or search again."
         )
     gone, new = leaf_changes(table, program.input_paths)
     strange_gone, strange_new = unlike(gone, program.input_paths), unlike(new, table.inputs)
     if strange_gone or strange_new or not set(table.inputs) & set(program.input_paths):
         raise TableError(
-            f"the table is for {table.function!r} with other arguments than {program.name!r}: {len(gone)} leaves are "
+            f"the table is for {table.function!r} with other arguments than {program.name!r}: "
+            f"{len(gone)} leaves are "
             f"gone ({', '.join((strange_gone or gone)[:3])}), {len(new)} are new "
             f"({', '.join((strange_new or new)[:3])}). "
             f"Search again, or apply its rules alone: apply(..., layout=[*table.rules])."
@@ -71,9 +76,13 @@ def rederive(table: SpecTable, prepared: Prepared) -> Derived:
     pinned, dropped = _pins(table, prepared, rules)
     layout = Layout(replace(problem, pins=pinned | dict(problem.pins)), rules, inside)
     notes = [f"the table's numbers are stale: {reason}" for reason in stale]
-    notes += [f"role {old} of the table is called {now} here" for old, now in names.items() if old != now]
+    notes += [
+        f"role {old} of the table is called {now} here" for old, now in names.items() if old != now
+    ]
     if table.versions.get("jax") != jax.__version__:
-        notes.append(f"the table was written with jax {table.versions.get('jax')}, this is {jax.__version__}")
+        notes.append(
+            f"the table was written with jax {table.versions.get('jax')}, this is {jax.__version__}"
+        )
     return Derived(layout, tuple(stale), (*notes, *dropped))
 
 
@@ -84,13 +93,17 @@ def leaf_changes(table: SpecTable, paths: Iterable[str]) -> tuple[list[str], lis
 
 
 def unlike(paths: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Those of `paths` that differ from every other path in more than numbers (a layer more differs in numbers)."""
+    """Those of `paths` that differ from every other path in more than numbers (a layer more differs
+    in numbers).
+    """
     known = {_NUMBER.sub("*", other) for other in others}
     return [path for path in paths if _NUMBER.sub("*", path) not in known]
 
 
 def role_names(table: SpecTable, prepared: Prepared) -> dict[str, str]:
-    """What the roles of the table's rules are called here, by vote of the argument leaves that have them."""
+    """What the roles of the table's rules are called here, by vote of the argument leaves that have
+    them.
+    """
     roles, program = prepared.problem.roles, prepared.traced.program
     votes: dict[str, Counter[str]] = {}
     for path, value in zip(program.input_paths, program.body.inputs, strict=True):
@@ -115,26 +128,45 @@ def _stale(table: SpecTable, prepared: Prepared, gone: list[str], new: list[str]
     if table.edited:
         found.append("specs or rules were edited after the search")
     if table.mesh.axes != dict(mesh.axes):
-        found.append(f"they are of mesh {table.mesh.axes}, this mesh is {dict(mesh.axes)}; specs come from the rules")
+        found.append(
+            f"they are of mesh {table.mesh.axes}, this mesh is {dict(mesh.axes)}; specs come from "
+            f"the rules"
+        )
     if gone or new:
-        found.append(f"{len(gone)} leaves are gone and {len(new)} are new; specs come from the rules")
+        found.append(
+            f"{len(gone)} leaves are gone and {len(new)} are new; specs come from the rules"
+        )
     elif table.fingerprint != program.fingerprint and table.versions.get("jax") == jax.__version__:
         found.append("the program changed since the table was written")
     return found
 
 
 def sides(table: SpecTable, prepared: Prepared) -> list[tuple[str, Value, Leaf]]:
-    """(path, value, leaf) of every argument and output leaf that the table and the program have with equal shape."""
+    """(path, value, leaf) of every argument and output leaf that the table and the program have
+    with equal shape.
+    """
     program = prepared.traced.program
     pairs = [
-        *((p, v, table.inputs.get(p)) for p, v in zip(program.input_paths, program.body.inputs, strict=True)),
-        *((p, v, table.outputs.get(p)) for p, v in zip(program.output_paths, program.body.outputs, strict=True)),
+        *(
+            (p, v, table.inputs.get(p))
+            for p, v in zip(program.input_paths, program.body.inputs, strict=True)
+        ),
+        *(
+            (p, v, table.outputs.get(p))
+            for p, v in zip(program.output_paths, program.body.outputs, strict=True)
+        ),
     ]
-    return [(p, v, leaf) for p, v, leaf in pairs if leaf is not None and tuple(leaf.shape) == v.shape]
+    return [
+        (p, v, leaf) for p, v, leaf in pairs if leaf is not None and tuple(leaf.shape) == v.shape
+    ]
 
 
-def _pins(table: SpecTable, prepared: Prepared, rules: tuple[AxisRule, ...]) -> tuple[dict[int, Spec], list[str]]:
-    """Every spec of the table that its rules alone do not give on its own mesh, and what of it had to be dropped."""
+def _pins(
+    table: SpecTable, prepared: Prepared, rules: tuple[AxisRule, ...]
+) -> tuple[dict[int, Spec], list[str]]:
+    """Every spec of the table that its rules alone do not give on its own mesh, and what of it had
+    to be dropped.
+    """
     here = prepared.request.mesh.axes
     there: Problem = replace(prepared.problem, mesh_axes=dict(table.mesh.axes), pins={})
     derived = Layout(there, tuple(rule for rule in rules if rule.mesh_axis in table.mesh.axes))
@@ -149,5 +181,8 @@ def _pins(table: SpecTable, prepared: Prepared, rules: tuple[AxisRule, ...]) -> 
         except SpecError:
             if table.mesh.axes == dict(here):
                 raise
-            dropped.append(f"{path} was fixed as {spec_from_entry(leaf.spec)}, which does not divide here: dropped")
+            dropped.append(
+                f"{path} was fixed as {spec_from_entry(leaf.spec)}, which does not divide here: "
+                f"dropped"
+            )
     return pins, dropped

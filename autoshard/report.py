@@ -1,4 +1,6 @@
-"""What people read: the candidates table and the summary of a plan. Bytes and seconds get their units here only."""
+"""What people read: the candidates table and the summary of a plan. Bytes and seconds get their
+units here only.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
 
 WIDTH = 176
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
-_ORDER = {"winner": 0, "measured": 1, "compiled": 2, "partitioned": 3, "predicted": 4, "rejected": 5}
+_ORDER = {
+    "winner": 0,
+    "measured": 1,
+    "compiled": 2,
+    "partitioned": 3,
+    "predicted": 4,
+    "rejected": 5,
+}
 
 
 def bytes_text(count: float) -> str:
@@ -63,7 +72,9 @@ def _three(number: float) -> str:
 
 def render(*parts: object, width: int = WIDTH) -> str:
     """Plain text of rich renderables."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
+    console = Console(
+        file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False
+    )
     for part in parts:
         console.print(part)
     file = console.file
@@ -72,8 +83,14 @@ def render(*parts: object, width: int = WIDTH) -> str:
 
 
 def printable(line: str) -> str:
-    """A line without what a terminal would act on: names in tables and programs may be anybody's."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    """A line without what a terminal would act on: names in tables and programs may be
+    anybody's.
+    """
+    return (
+        line
+        if line.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    )
 
 
 def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
@@ -121,7 +138,8 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     if not collectives:
         return "  none"
     return "\n".join(
-        f"  {c.kind} over {','.join(c.axes) or 'a group of no mesh axes'}: {c.count} of {bytes_text(c.bytes)} in all"
+        f"  {c.kind} over {','.join(c.axes) or 'a group of no mesh axes'}: {c.count} of "
+        f"{bytes_text(c.bytes)} in all"
         for c in collectives
     )
 
@@ -132,7 +150,8 @@ def plan_text(plan: Plan) -> str:
     winner = next((t for t in plan.trials if t.status == "winner"), None)
     lines = [
         f"plan of {plan.traced.program.name} on {mesh} ({plan.mesh.device_kind})",
-        f"rules ({'stated inside the function too' if plan.layout.inside else 'arguments and outputs only'}):",
+        f"rules "
+        f"({'stated inside the function too' if plan.layout.inside else 'arguments and outputs only'}):",
         *(f"  {rule}" for rule in plan.rules),
     ]
     if not plan.rules:
@@ -141,8 +160,10 @@ def plan_text(plan: Plan) -> str:
     if winner is not None and winner.compiled is not None:
         lines += [
             f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; step "
-            f"{seconds_text(winner.compiled.time_s)}, of it compute {seconds_text(winner.compiled.compute_s)} "
-            f"({_COMPUTE[winner.compiled.compute_from]}), not measured; one call's collectives, bytes a device sends:"
+            f"{seconds_text(winner.compiled.time_s)}, of it compute "
+            f"{seconds_text(winner.compiled.compute_s)} "
+            f"({_COMPUTE[winner.compiled.compute_from]}), not measured; one call's collectives, "
+            f"bytes a device sends:"
             if plan.mesh.target is not None
             else f"compiled: {bytes_text(winner.compiled.peak_bytes)} per device; one call's collectives, "
             f"bytes a device sends:",
@@ -151,7 +172,10 @@ def plan_text(plan: Plan) -> str:
     if plan.throughput is not None:
         lines.append(throughput_text(plan.throughput))
     if winner is not None and winner.measured is not None:
-        lines.append(f"measured: median {seconds_text(winner.measured.median_s)} of {winner.measured.rounds} rounds")
+        lines.append(
+            f"measured: median {seconds_text(winner.measured.median_s)} of "
+            f"{winner.measured.rounds} rounds"
+        )
     lines += [plan.bound] if plan.bound else []
     lines += [f"note: {note}" for note in plan.notes]
     specs = _specs_table(plan.table)
@@ -169,7 +193,8 @@ def throughput_text(found: Throughput) -> str:
     """
     rates = ", ".join(f"{rate:.3g} {what} a second" for what, rate in found.per_s())
     return (
-        f"predicted: step {seconds_text(found.step_s)}, {rates}; efficiency {found.efficiency:.0%}, "
+        f"predicted: step {seconds_text(found.step_s)}, {rates}; efficiency "
+        f"{found.efficiency:.0%}, "
         f"{found.speed_up:.1f} times as fast as one device"
     )
 
@@ -182,7 +207,11 @@ def skipped_text(skipped: Iterable[Skipped]) -> str:
 def table_text(table: SpecTable) -> str:
     """A spec table for people."""
     mesh = ", ".join(f"{name}={size}" for name, size in table.mesh.axes.items())
-    where = "stated inside the function too" if table.constraints == "anchors" else "arguments and outputs only"
+    where = (
+        "stated inside the function too"
+        if table.constraints == "anchors"
+        else "arguments and outputs only"
+    )
     found = table.evidence
     lines = [
         f"plan of {table.function} on {mesh}, written with jax {table.versions.get('jax')}",
@@ -192,11 +221,18 @@ def table_text(table: SpecTable) -> str:
     ]
     if found.when:
         hardware = f"{found.hardware.get('devices', '?')} x {found.hardware.get('kind', '?')}"
-        lines.append(f"searched: {found.when} for {seconds_text(found.search_s or 0.0)}, {hardware}")
+        lines.append(
+            f"searched: {found.when} for {seconds_text(found.search_s or 0.0)}, {hardware}"
+        )
     if table.edited:
-        lines.append("STALE: specs or rules were edited after the search; the numbers below are of the plan before")
+        lines.append(
+            "STALE: specs or rules were edited after the search; the numbers below are of the plan "
+            "before"
+        )
     trials = trials_of(table)
-    return render("\n".join(lines), _specs_table(table), *([trials_table(trials)] if trials else [])).rstrip()
+    return render(
+        "\n".join(lines), _specs_table(table), *([trials_table(trials)] if trials else [])
+    ).rstrip()
 
 
 def trials_of(table: SpecTable) -> list[Trial]:
@@ -209,7 +245,8 @@ def trials_of(table: SpecTable) -> list[Trial]:
         return [msgspec.convert(record, Trial) for record in table.evidence.candidates]
     except msgspec.ValidationError as error:
         raise TableError(
-            f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from version control."
+            f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from "
+            f"version control."
         ) from None
 
 
@@ -218,7 +255,9 @@ def _specs_table(table: SpecTable) -> Table:
     specs = Table(title="specs", title_justify="left")
     for name in ("leaf", "shape", "spec", "*"):
         specs.add_column(name, no_wrap=True)
-    rows = {p: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for p, leaf in table.inputs.items()}
+    rows = {
+        p: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for p, leaf in table.inputs.items()
+    }
     folded: dict[str, tuple[Each, tuple[str, str]]] = fold(rows)
     for path, (each, (shape, spec)) in folded.items():
         specs.add_row(path, shape, spec, "; ".join(each))

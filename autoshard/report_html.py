@@ -1,4 +1,6 @@
-"""A spec table as one HTML file that a manager can read and an engineer can search: no network, light, dark, phone."""
+"""A spec table as one HTML file that a manager can read and an engineer can search: no network,
+light, dark, phone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def fragment_html(table: SpecTable) -> str:
         [
             f"<p><b>{_safe(table.function)}</b> on {_safe(_mesh_text(table))}</p>",
             *(f"<p>{sentence}</p>" for sentence in summary(table, trials_of(table))),
-            f"<p>Rules: {', '.join(f'<code>{_safe(rule)}</code>' for rule in table.rules) or 'none'}</p>",
+            f"<p>Rules: "
+            f"{', '.join(f'<code>{_safe(rule)}</code>' for rule in table.rules) or 'none'}</p>",
             _leaf_table(table.inputs, ""),
         ]
     )
@@ -71,7 +74,9 @@ def leaf_bytes(leaf: Leaf) -> int:
 
 def shard_bytes(leaf: Leaf, axes: dict[str, int]) -> int:
     """Bytes of the piece that one device stores."""
-    names = [a for dim in leaf.spec if dim is not None for a in ([dim] if isinstance(dim, str) else dim)]
+    names = [
+        a for dim in leaf.spec if dim is not None for a in ([dim] if isinstance(dim, str) else dim)
+    ]
     return leaf_bytes(leaf) // max(1, math.prod(axes.get(name, 1) for name in names))
 
 
@@ -88,11 +93,18 @@ def summary(table: SpecTable, trials: Sequence[Trial]) -> list[str]:
     devices = math.prod(table.mesh.axes.values())
     one, whole = sum(_by_group(table, True).values()), sum(_by_group(table, False).values())
     sentences = [
-        f"The work of one call is shared by <b>{devices} devices</b>, arranged as {_safe(_mesh_text(table))}. "
+        f"The work of one call is shared by <b>{devices} devices</b>, arranged as "
+        f"{_safe(_mesh_text(table))}. "
         f"Its arguments are {bytes_text(whole)}; each device keeps <b>{bytes_text(one)}</b> of them"
         + (f", {whole / one:.1f} times less than the whole." if one < whole else ", the whole.")
     ]
-    used = {a for leaf in table.inputs.values() for d in leaf.spec if d for a in ([d] if isinstance(d, str) else d)}
+    used = {
+        a
+        for leaf in table.inputs.values()
+        for d in leaf.spec
+        if d
+        for a in ([d] if isinstance(d, str) else d)
+    }
     idle = [axis for axis in table.mesh.axes if axis not in used]
     if idle:
         sentences.append(f"No argument is split over {_safe(', '.join(idle))}.")
@@ -101,7 +113,9 @@ def summary(table: SpecTable, trials: Sequence[Trial]) -> list[str]:
     if winner is not None and not table.edited:
         sentences += _against(winner, presets)
     compared = "compared and agree" if table.verified.startswith("yes") else "not compared"
-    sentences.append(f"Its results were {compared}: {_safe(table.verified.partition(' (')[2][:-1])}.")
+    sentences.append(
+        f"Its results were {compared}: {_safe(table.verified.partition(' (')[2][:-1])}."
+    )
     return sentences
 
 
@@ -113,10 +127,17 @@ def _against(winner: Trial, presets: Sequence[Trial]) -> list[str]:
         best = min(measured, key=lambda t: t.measured.median_s if t.measured else math.inf)
         assert best.measured is not None
         ratio = best.measured.median_s / winner.measured.median_s
-        how = f"{ratio:.2f} times as fast as" if ratio >= 1.005 else "as fast as" if ratio > 0.995 else "no faster than"
+        how = (
+            f"{ratio:.2f} times as fast as"
+            if ratio >= 1.005
+            else "as fast as"
+            if ratio > 0.995
+            else "no faster than"
+        )
         other = "next best" if standard else "best"
         found.append(
-            f"Measured, one call takes <b>{seconds_text(winner.measured.median_s)}</b>: {how} the {other} standard "
+            f"Measured, one call takes <b>{seconds_text(winner.measured.median_s)}</b>: {how} the "
+            f"{other} standard "
             f"layout ({_safe(best.name)}, {seconds_text(best.measured.median_s)})."
         )
     compiled = [t.compiled for t in presets if t.compiled]
@@ -124,8 +145,10 @@ def _against(winner: Trial, presets: Sequence[Trial]) -> list[str]:
         low, high = min(c.peak_bytes for c in compiled), max(c.peak_bytes for c in compiled)
         span = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
         found.append(
-            f"The compiled program needs <b>{bytes_text(winner.compiled.peak_bytes)}</b> a device, and a device sends "
-            f"{bytes_text(winner.compiled.collective_bytes)} to others in one call; other standard layouts need {span}."
+            f"The compiled program needs <b>{bytes_text(winner.compiled.peak_bytes)}</b> a device, "
+            f"and a device sends "
+            f"{bytes_text(winner.compiled.collective_bytes)} to others in one call; other standard "
+            f"layouts need {span}."
         )
     return found
 
@@ -133,7 +156,8 @@ def _against(winner: Trial, presets: Sequence[Trial]) -> list[str]:
 def _head(table: SpecTable, trials: Sequence[Trial], title: str) -> str:
     yes = table.verified.startswith("yes")
     stale = (
-        '<div class="banner"><b>Stale.</b> Specs or rules were edited after the search: the numbers below are of the '
+        '<div class="banner"><b>Stale.</b> Specs or rules were edited after the search: the '
+        'numbers below are of the '
         "plan before the edit.</div>" if table.edited else ""
     )  # fmt: skip
     badge = f'<span class="badge {"good" if yes else "bad"}">{"verified" if yes else "not verified"}</span>'
@@ -141,7 +165,8 @@ def _head(table: SpecTable, trials: Sequence[Trial], title: str) -> str:
     searched = f"searched {when}" if when else "not searched: a known layout"
     sentences = "".join(f"<p>{sentence}</p>" for sentence in summary(table, trials))
     return (
-        f'<header><h1>{_safe(title)}</h1><p>{badge}<span class="soft small">{_safe(searched)}</span></p></header>'
+        f'<header><h1>{_safe(title)}</h1><p>{badge}<span class="soft '
+        f'small">{_safe(searched)}</span></p></header>'
         f"{stale}<section>{sentences}</section>{_cards(trials, table)}"
     )
 
@@ -150,17 +175,27 @@ def _cards(trials: Sequence[Trial], table: SpecTable) -> str:
     winner = next((t for t in trials if t.status == "winner"), None)
     cards = []
     if winner is not None and winner.measured:
-        cards.append((seconds_text(winner.measured.median_s), f"a call, measured ({winner.measured.rounds} rounds)"))
+        cards.append(
+            (
+                seconds_text(winner.measured.median_s),
+                f"a call, measured ({winner.measured.rounds} rounds)",
+            )
+        )
         cards.append((f"{1 / winner.measured.median_s:.3g} / s", "calls, measured"))
     elif winner is not None and winner.predicted:
         cards.append((seconds_text(winner.predicted.time_s), "a call, predicted"))
     if winner is not None and winner.compiled:
         cards.append((bytes_text(winner.compiled.peak_bytes), "peak memory a device, compiled"))
-        cards.append((bytes_text(winner.compiled.collective_bytes), "a device sends in a call, compiled"))
-    cards.append((bytes_text(sum(_by_group(table, True).values())), "of the arguments on each device"))
+        cards.append(
+            (bytes_text(winner.compiled.collective_bytes), "a device sends in a call, compiled")
+        )
+    cards.append(
+        (bytes_text(sum(_by_group(table, True).values())), "of the arguments on each device")
+    )
     stale = " (stale)" if table.edited else ""
     return '<div class="cards">' + "".join(
-        f'<div class="card"><b>{_safe(number)}</b><span>{_safe(what)}{stale if i < len(cards) - 1 else ""}</span></div>'
+        f'<div '
+        f'class="card"><b>{_safe(number)}</b><span>{_safe(what)}{stale if i < len(cards) - 1 else ""}</span></div>'
         for i, (number, what) in enumerate(cards)
     ) + "</div>"  # fmt: skip
 
@@ -169,7 +204,12 @@ def _stored(table: SpecTable) -> str:
     one, whole = _by_group(table, True), _by_group(table, False)
     legend = "".join(f'<span><i class="key {group}"></i>{group}</span>' for group in one)
     rows = [
-        [f'<i class="key {g}"></i>{g}', bytes_text(whole[g]), bytes_text(one[g]), f"{whole[g] / max(1, one[g]):.3g}"]
+        [
+            f'<i class="key {g}"></i>{g}',
+            bytes_text(whole[g]),
+            bytes_text(one[g]),
+            f"{whole[g] / max(1, one[g]):.3g}",
+        ]
         for g in one
     ]
     total = ["all arguments", *map(bytes_text, (sum(whole.values()), sum(one.values()))), ""]
@@ -177,7 +217,9 @@ def _stored(table: SpecTable) -> str:
     return (
         f'<h2>The mesh, and what each device stores</h2><div class="wide">{drawing}</div>'
         f'<p class="legend small">{legend}</p>'
-        + _table(["stored", "whole", "on each device", "times less"], [*rows, total], numbers={1, 2, 3})
+        + _table(
+            ["stored", "whole", "on each device", "times less"], [*rows, total], numbers={1, 2, 3}
+        )
     )
 
 
@@ -191,8 +233,18 @@ def _candidates(trials: Sequence[Trial]) -> str:
     if not trials:
         return '<h2>Candidates</h2><p class="soft">None: this layout was applied, not searched.</p>'
     rows, classes = [], []
-    order = {"winner": 0, "measured": 1, "compiled": 2, "partitioned": 3, "predicted": 4, "rejected": 5}
-    for t in sorted(trials, key=lambda t: (order[t.status], t.measured.median_s if t.measured else _predicted(t))):
+    order = {
+        "winner": 0,
+        "measured": 1,
+        "compiled": 2,
+        "partitioned": 3,
+        "predicted": 4,
+        "rejected": 5,
+    }
+    for t in sorted(
+        trials,
+        key=lambda t: (order[t.status], t.measured.median_s if t.measured else _predicted(t)),
+    ):
         p, c, m = t.predicted, t.compiled, t.measured
         rows.append(
             [
@@ -210,8 +262,10 @@ def _candidates(trials: Sequence[Trial]) -> str:
         )
         classes.append(t.status)
     note = (
-        '<p class="soft small">Each number says where it is from: the model (predicted), the partitioner '
-        "(partitioned), the compiled program (compiled) or the clock (measured). What is sent is what one device sends "
+        '<p class="soft small">Each number says where it is from: the model (predicted), the '
+        "partitioner "
+        "(partitioned), the compiled program (compiled) or the clock (measured). What is sent is "
+        "what one device sends "
         "in one call.</p>"
     )
     return f"<h2>Candidates</h2>{note}" + _table(
@@ -224,7 +278,13 @@ def _predicted(trial: Trial) -> float:
 
 
 def _kind(trial: Trial) -> str:
-    return "winner" if trial.status == "winner" else "preset" if trial.origin.startswith("preset") else "dot"
+    return (
+        "winner"
+        if trial.status == "winner"
+        else "preset"
+        if trial.origin.startswith("preset")
+        else "dot"
+    )
 
 
 def _plots(trials: Sequence[Trial]) -> str:
@@ -234,11 +294,21 @@ def _plots(trials: Sequence[Trial]) -> str:
     memory_name = "peak a device, compiled" if compiled else "peak a device, predicted"
 
     def time(t: Trial) -> float:
-        return (t.measured.median_s if t.measured else 0.0) if measured else t.predicted.time_s if t.predicted else 0.0
+        return (
+            (t.measured.median_s if t.measured else 0.0)
+            if measured
+            else t.predicted.time_s
+            if t.predicted
+            else 0.0
+        )
 
     def memory(t: Trial) -> float:
         return (
-            (t.compiled.peak_bytes if t.compiled else 0) if compiled else t.predicted.peak_bytes if t.predicted else 0
+            (t.compiled.peak_bytes if t.compiled else 0)
+            if compiled
+            else t.predicted.peak_bytes
+            if t.predicted
+            else 0
         )
 
     def points(of: Iterable[tuple[Trial, float, float]]) -> list[Point]:
@@ -249,7 +319,11 @@ def _plots(trials: Sequence[Trial]) -> str:
     if len(trade) >= 2:
         drawing = scatter_svg(trade, memory_name, time_name, bytes_text, seconds_text, front=True)
         plots.append(
-            (drawing, "Time against memory. Left and low is better; the dashed line joins what nothing beats.")
+            (
+                drawing,
+                "Time against memory. Left and low is better; the dashed line joins what nothing "
+                "beats.",
+            )
         )
     compared: Sequence[tuple[str, str, Any, Any, Any]] = (
         ("peak", "compiled", bytes_text, lambda t: t.predicted.peak_bytes,
@@ -261,33 +335,48 @@ def _plots(trials: Sequence[Trial]) -> str:
     for what, source, text, predicted, found in compared:
         both = points((t, predicted(t), found(t) or 0) for t in trials if t.predicted)
         if len(both) >= 2:
-            drawing = scatter_svg(both, f"{what}, predicted", f"{what}, {source}", text, text, diagonal=True)
-            plots.append((drawing, f"Predicted against {source}: {what}. On the dashed line they are equal."))
+            drawing = scatter_svg(
+                both, f"{what}, predicted", f"{what}, {source}", text, text, diagonal=True
+            )
+            plots.append(
+                (drawing, f"Predicted against {source}: {what}. On the dashed line they are equal.")
+            )
     if not plots:
         return ""
     legend = (
-        '<p class="legend small"><span><i class="key" style="background:var(--accent)"></i>winner</span>'
+        '<p class="legend small"><span><i class="key" '
+        'style="background:var(--accent)"></i>winner</span>'
         '<span><i class="key optimizer"></i>standard layout (preset)</span>'
         '<span><i class="key other"></i>found by search</span></p>'
     )
-    figures = "".join(f"<figure>{drawing}<figcaption>{escape(c)}</figcaption></figure>" for drawing, c in plots)
+    figures = "".join(
+        f"<figure>{drawing}<figcaption>{escape(c)}</figcaption></figure>" for drawing, c in plots
+    )
     return f'<h2>Trade-offs, and how good the predictions are</h2>{legend}<div class="plots">{figures}</div>'
 
 
 def _rules(table: SpecTable) -> str:
-    where = "stated inside the function too" if table.constraints == "anchors" else "on arguments and outputs only"
+    where = (
+        "stated inside the function too"
+        if table.constraints == "anchors"
+        else "on arguments and outputs only"
+    )
     items = "".join(f"<li><code>{_safe(rule)}</code></li>" for rule in table.rules)
-    listed = f'<ol class="rules">{items}</ol>' if items else "<p>None: everything is replicated.</p>"
+    listed = (
+        f'<ol class="rules">{items}</ol>' if items else "<p>None: everything is replicated.</p>"
+    )
     return (
-        f'<h2>Rules</h2><p class="soft small">Each array takes the rules in order: a rule gives a mesh axis to the '
-        f"dimension with that name, if the axis is still free in this array and divides the dimension; {where}.</p>"
-        + listed
+        f'<h2>Rules</h2><p class="soft small">Each array takes the rules in order: a rule gives a '
+        f"mesh axis to the "
+        f"dimension with that name, if the axis is still free in this array and divides the "
+        f"dimension; {where}.</p>" + listed
     )
 
 
 def _specs(table: SpecTable) -> str:
     box = (
-        '<input type="search" id="find" placeholder="Search leaves, specs, roles" aria-label="Search specs" '
+        '<input type="search" id="find" placeholder="Search leaves, specs, roles" '
+        'aria-label="Search specs" '
         'data-rows="tr.leaf" data-count="found"><p class="soft small" id="found"></p>'
     )
     return f"<h2>Specs</h2>{box}{_leaf_table(table.inputs, 'leaf')}"
@@ -307,15 +396,16 @@ def _leaf_table(leaves: dict[str, Leaf], row_class: str) -> str:
             ]
         )
     return _table(
-        ["leaf", "spec", "array", "roles of its dimensions"], rows, classes=[row_class] * len(rows), keep={1, 2, 3}
+        ["leaf", "spec", "array", "roles of its dimensions"],
+        rows,
+        classes=[row_class] * len(rows),
+        keep={1, 2, 3},
     )
 
 
 def _constraints(table: SpecTable) -> str:
     if not table.inside:
-        return (
-            "<h2>Constraints inside the function</h2><p>None: the layout is stated on arguments and outputs only.</p>"
-        )
+        return "<h2>Constraints inside the function</h2><p>None: the layout is stated on arguments and outputs only.</p>"
     rows = [
         [
             f"<code>{_safe(e.source)}</code>",
@@ -327,14 +417,20 @@ def _constraints(table: SpecTable) -> str:
         for e in table.inside
     ]
     listed = _table(
-        ["source", "where", "shape", "spec", "times"], rows, numbers={4}, classes=["stated"] * len(rows), keep={0}
+        ["source", "where", "shape", "spec", "times"],
+        rows,
+        numbers={4},
+        classes=["stated"] * len(rows),
+        keep={0},
     )
     return (
-        '<h2>Constraints inside the function</h2><p class="soft small">The compiler is told the layout at these places '
+        '<h2>Constraints inside the function</h2><p class="soft small">The compiler is told the '
+        "layout at these places "
         "of the model too, because arguments alone leave it to guess.</p><details><summary>"
         f"{len(rows)} constraints by source line</summary>"
         '<input type="search" placeholder="Search constraints" aria-label="Search constraints" '
-        f'data-rows="tr.stated" data-count="stated"><p class="soft small" id="stated"></p>{listed}</details>'
+        f'data-rows="tr.stated" data-count="stated"><p class="soft small" '
+        f'id="stated"></p>{listed}</details>'
     )
 
 
@@ -354,13 +450,21 @@ def _table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: set[int] | None = None,
     classes: Sequence[str] | None = None, keep: set[int] | None = None,
 ) -> str:  # fmt: skip
-    """A table of cells that are HTML already; `numbers` are right-aligned columns, `keep` those that do not wrap."""
+    """A table of cells that are HTML already; `numbers` are right-aligned columns, `keep` those
+    that do not wrap.
+    """
 
     def cell(tag: str, i: int, text: str) -> str:
-        kind = ' class="n"' if i in (numbers or ()) else ' class="keep"' if i in (keep or ()) else ""
+        kind = (
+            ' class="n"' if i in (numbers or ()) else ' class="keep"' if i in (keep or ()) else ""
+        )
         return f"<{tag}{kind}>{text}</{tag}>"
 
-    lines = [f"<tr>{''.join(cell('th', i, escape(h)) for i, h in enumerate(head))}</tr>"] if any(head) else []
+    lines = (
+        [f"<tr>{''.join(cell('th', i, escape(h)) for i, h in enumerate(head))}</tr>"]
+        if any(head)
+        else []
+    )
     for number, row in enumerate(rows):
         css = f' class="{classes[number]}"' if classes and classes[number] else ""
         lines.append(f"<tr{css}>{''.join(cell('td', i, text) for i, text in enumerate(row))}</tr>")

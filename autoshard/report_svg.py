@@ -1,4 +1,6 @@
-"""Drawings of the HTML report: the mesh with what each device stores, and scatter plots; colours come from CSS."""
+"""Drawings of the HTML report: the mesh with what each device stores, and scatter plots; colours
+come from CSS.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,15 @@ class Point:
     kind: str
 
 
-def mesh_svg(axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: Callable[[float], str]) -> str:
+def mesh_svg(
+    axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: Callable[[float], str]
+) -> str:
     """The mesh as a grid, its last axis across; in each device a bar of what it stores, by group.
 
     Args:
         axes: Mesh axes and sizes.
-        stored: Bytes of each group on one device; the same on all, since every piece of an array is of one size.
+        stored: Bytes of each group on one device; the same on all, since every piece of an array is
+            of one size.
         bytes_text: Bytes for people.
     """
     names, sizes = list(axes), list(axes.values())
@@ -49,15 +54,23 @@ def mesh_svg(axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: Cal
     for number, place in enumerate(places):
         x, y = left + number % columns * (width + gap), top + number // columns * (height + gap)
         where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=True))
-        parts.append(f"<g><title>device {number}: {escape(where)}; {bytes_text(sum(stored.values()))}</title>")
-        parts.append(f'<rect class="cell" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>')
+        parts.append(
+            f"<g><title>device {number}: {escape(where)}; "
+            f"{bytes_text(sum(stored.values()))}</title>"
+        )
+        parts.append(
+            f'<rect class="cell" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>'
+        )
         parts.append(f'<text x="{x + 9}" y="{y + 19}">device {number}</text>')
-        parts.append(f'<text class="soft" x="{x + 9}" y="{y + 36}">{escape(_short(where, 18))}</text>')
+        parts.append(
+            f'<text class="soft" x="{x + 9}" y="{y + 36}">{escape(_short(where, 18))}</text>'
+        )
         start = x + 9.0
         for group, count in stored.items():
             length = (width - 18) * count / total
             parts.append(
-                f'<rect class="{group}" x="{start:.1f}" y="{y + 46}" width="{length:.1f}" height="14" '
+                f'<rect class="{group}" x="{start:.1f}" y="{y + 46}" width="{length:.1f}" '
+                f'height="14" '
                 f'rx="2"><title>{group}: {bytes_text(count)}</title></rect>'
             )
             start += length
@@ -65,7 +78,9 @@ def mesh_svg(axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: Cal
     more = math.prod(sizes) - len(places)
     full_height = top + rows * (height + gap) + (20 if more else 0)
     if more:
-        parts.append(f'<text class="soft" x="{left}" y="{full_height - 6}">and {more} more, all alike</text>')
+        parts.append(
+            f'<text class="soft" x="{left}" y="{full_height - 6}">and {more} more, all alike</text>'
+        )
     full_width = left * 2 + columns * (width + gap) - gap
     return _svg(full_width, full_height, parts, "the mesh", natural=full_width)
 
@@ -94,7 +109,9 @@ def scatter_svg(
     def at(x: float, y: float) -> tuple[float, float]:
         across = (math.log(x) - math.log(x0)) / (math.log(x1) - math.log(x0))
         up = (math.log(y) - math.log(y0)) / (math.log(y1) - math.log(y0))
-        return left + across * (width - left - right), height - bottom - up * (height - bottom - top)
+        return left + across * (width - left - right), height - bottom - up * (
+            height - bottom - top
+        )
 
     parts = [f'<path class="rule" d="M{left} {top}V{height - bottom}H{width - right}"/>']
     for tick in _ticks(x0, x1):
@@ -105,8 +122,13 @@ def scatter_svg(
     for tick in _ticks(y0, y1):
         _, y = at(x0, tick)
         parts.append(f'<path class="rule" d="M{left} {y:.1f}h-4"/>')
-        parts.append(f'<text class="soft" x="{left - 7}" y="{y + 4:.1f}" text-anchor="end">{y_text(tick)}</text>')
-    parts.append(f'<text x="{width - right}" y="{height - 8}" text-anchor="end">{escape(x_name)}</text>')
+        parts.append(
+            f'<text class="soft" x="{left - 7}" y="{y + 4:.1f}" '
+            f'text-anchor="end">{y_text(tick)}</text>'
+        )
+    parts.append(
+        f'<text x="{width - right}" y="{height - 8}" text-anchor="end">{escape(x_name)}</text>'
+    )
     parts.append(f'<text x="4" y="14">{escape(y_name)}</text>')
     if diagonal:
         (ax, ay), (bx, by) = at(x0, y0), at(x1, y1)
@@ -120,7 +142,8 @@ def scatter_svg(
         said = f"{point.label}: {x_text(point.x)}, {y_text(point.y)}"
         size = 6 if point.kind == "winner" else 4.5
         parts.append(
-            f'<circle class="{point.kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"><title>{escape(said)}</title></circle>'
+            f'<circle class="{point.kind}" cx="{x:.1f}" cy="{y:.1f}" '
+            f'r="{size}"><title>{escape(said)}</title></circle>'
         )
     for point in sorted(points, key=lambda p: p.kind != "winner"):
         x, y = at(point.x, point.y)
@@ -161,9 +184,12 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
-def _svg(width: float, height: float, parts: Sequence[str], title: str, natural: float | None = None) -> str:
+def _svg(
+    width: float, height: float, parts: Sequence[str], title: str, natural: float | None = None
+) -> str:
     style = f' style="width:{natural:.0f}px"' if natural else ""
     return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}"{style}>'
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'aria-label="{escape(title)}"{style}>'
         + "".join(parts) + "</svg>"
     )  # fmt: skip

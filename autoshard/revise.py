@@ -1,9 +1,11 @@
-"""What the evidence so far says of candidates that have less of it: the order in which they go on, revised.
+"""What the evidence so far says of candidates that have less of it: the order in which they go on,
+revised.
 
-Programs that were compiled say how far the predicted (or partitioned) collectives are from compiled ones, and the
-predicted peak from the compiled peak; programs that were measured, what compiled seconds come to on the clock. Both are
-fitted anew whenever more is known (`cost_model.refit`), for this search only, and nothing of it is kept: the numbers of
-trials stay what the model, the compiler and the clock said.
+Programs that were compiled say how far the predicted (or partitioned) collectives are from compiled
+ones, and the predicted peak from the compiled peak; programs that were measured, what compiled
+seconds come to on the clock. Both are fitted anew whenever more is known (`cost_model.refit`), for
+this search only, and nothing of it is kept: the numbers of trials stay what the model, the compiler
+and the clock said.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from autoshard.race import Candidate, Race
 _T = TypeVar("_T")
 
 KNOWN_AT_LEAST = 2
-"""Programs of one form (constraints inside, or arguments only) from which it gets factors of its own."""
+"""Programs of one form (constraints inside, or arguments only) from which it gets factors of its
+own."""
 
 
 class Revision:
     """The evidence of a race, fitted.
 
     Attributes:
-        compiler: What predicted seconds are multiplied by to be compiled ones, by whether constraints are inside.
+        compiler: What predicted seconds are multiplied by to be compiled ones, by whether
+            constraints are inside.
         clock: What compiled seconds are multiplied by to be measured ones.
     """
 
@@ -38,7 +42,11 @@ class Revision:
         compiled = [c for c in race.candidates if c.trial.compiled is not None]
         self.compiler = _by_form(compiled, self._of_compiler)
         self._peaks = _by_form(compiled, _peak_ratio)
-        measured = [(self._compiled(c), c.trial.measured.median_s) for c in compiled if c.trial.measured is not None]
+        measured = [
+            (self._compiled(c), c.trial.measured.median_s)
+            for c in compiled
+            if c.trial.measured is not None
+        ]
         self.clock = refit(measured, self._overlap)
 
     def time_s(self, candidate: Candidate) -> float:
@@ -59,18 +67,30 @@ class Revision:
         return int(self._peaks[candidate.layout.inside] * candidate.proposal.prediction.peak_bytes)
 
     def order(self, candidate: Candidate) -> tuple[object, ...]:
-        """Order of candidates: those that fit the budget by time, then the others by how far they are over it."""
-        excess = max(0, self.peak_bytes(candidate) - (self._race.budget_bytes or self.peak_bytes(candidate)))
+        """Order of candidates: those that fit the budget by time, then the others by how far they
+        are over it.
+        """
+        excess = max(
+            0, self.peak_bytes(candidate) - (self._race.budget_bytes or self.peak_bytes(candidate))
+        )
         return excess, float(f"{self.time_s(candidate):.4g}"), candidate.order
 
     def _of_compiler(self, compiled: Sequence[Candidate]) -> Factors:
-        found = [(self._uncompiled(c), c.trial.compiled.time_s) for c in compiled if c.trial.compiled is not None]
+        found = [
+            (self._uncompiled(c), c.trial.compiled.time_s)
+            for c in compiled
+            if c.trial.compiled is not None
+        ]
         return refit(found, self._overlap)
 
     def _uncompiled(self, candidate: Candidate) -> Parts:
-        """Parts by the best word there is before the compiler's: the partitioner's, else the model's."""
+        """Parts by the best word there is before the compiler's: the partitioner's, else the
+        model's.
+        """
         prediction, parted = candidate.proposal.prediction, candidate.trial.partitioned
-        collectives = prediction.collectives if parted is None else self._as_sent(parted.collectives)
+        collectives = (
+            prediction.collectives if parted is None else self._as_sent(parted.collectives)
+        )
         return self._parts(prediction.compute_s, collectives)
 
     def _compiled(self, candidate: Candidate) -> Parts:
@@ -83,7 +103,8 @@ class Revision:
         if self._race.prepared.request.mesh.platform != "cpu":
             return list(collectives)
         return [
-            replace(c, kind="all_reduce", bytes=2 * c.bytes) if c.kind == "reduce_scatter" else c for c in collectives
+            replace(c, kind="all_reduce", bytes=2 * c.bytes) if c.kind == "reduce_scatter" else c
+            for c in collectives
         ]
 
     def _parts(self, compute_s: float, collectives: Sequence[Collective]) -> Parts:
@@ -91,7 +112,9 @@ class Revision:
         return parts_of(predictor.hardware, predictor.problem.mesh_axes, compute_s, collectives)
 
 
-def _by_form(compiled: Sequence[Candidate], fit: Callable[[Sequence[Candidate]], _T]) -> dict[bool, _T]:
+def _by_form(
+    compiled: Sequence[Candidate], fit: Callable[[Sequence[Candidate]], _T]
+) -> dict[bool, _T]:
     """What is fitted to the candidates of each form; to all of them where one has too few."""
     found = {}
     for inside in (True, False):

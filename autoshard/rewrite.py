@@ -1,6 +1,8 @@
-"""A `Program` back to a jaxpr: constraints written into it as data, effects taken out, a function made of it.
+"""A `Program` back to a jaxpr: constraints written into it as data, effects taken out, a function
+made of it.
 
-The jaxpr is rewritten, never traced again: that keeps names and source lines, and is ten times faster.
+The jaxpr is rewritten, never traced again: that keeps names and source lines, and is ten times
+faster.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ class EqnConstraints:
 
     Attributes:
         operands: The spec an operand is brought to before the work.
-        kept: The spec an operand is stated in first, where what makes it must not be split as the work is.
-        results: The spec of the raw result (the work), then that of the stored result where the two differ.
+        kept: The spec an operand is stated in first, where what makes it must not be split as the
+            work is.
+        results: The spec of the raw result (the work), then that of the stored result where the two
+            differ.
         pieces: How a kernel is run by pieces; None for what the partitioner splits itself.
     """
 
@@ -58,7 +62,8 @@ class Constraints:
 
     Attributes:
         eqns: By `Eqn.index`.
-        outputs: Outputs of bodies: (`Eqn.index` of the equation, body number) to spec by output position.
+        outputs: Outputs of bodies: (`Eqn.index` of the equation, body number) to spec by output
+            position.
     """
 
     eqns: Mapping[int, EqnConstraints]
@@ -66,7 +71,10 @@ class Constraints:
 
     def __len__(self) -> int:
         inner = sum(
-            len(c.operands) + len(c.kept) + sum(map(len, c.results.values())) + (c.pieces is not None)
+            len(c.operands)
+            + len(c.kept)
+            + sum(map(len, c.results.values()))
+            + (c.pieces is not None)
             for c in self.eqns.values()
         )
         return inner + sum(map(len, self.outputs.values()))
@@ -75,7 +83,8 @@ class Constraints:
 def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sharding.Mesh) -> Any:
     """The program's closed jaxpr with the constraints written into it, its types checked.
 
-    The constrained value keeps the old variable and the raw result gets a fresh one, so nothing downstream changes.
+    The constrained value keeps the old variable and the raw result gets a fresh one, so nothing
+    downstream changes.
 
     Args:
         program: From `trace`.
@@ -109,7 +118,10 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
             for position, spec in sorted(wanted.operands.items()):
                 source = invars[position]
                 if (first := wanted.kept.get(position)) is not None:
-                    if (source, first) not in kept:  # once for all that read it, so that they share what moves
+                    if (
+                        source,
+                        first,
+                    ) not in kept:  # once for all that read it, so that they share what moves
                         kept[source, first] = compat.new_var(source.aval)
                         eqns.append(make(source, kept[source, first], first, eqn))
                     source = kept[source, first]
@@ -125,7 +137,9 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
             made = eqn.replace(params=params, invars=invars, outvars=outvars)
             if wanted.pieces is not None:
                 cut = wanted.pieces
-                made = in_pieces(made, made.replace(params=cut.params), cut.operands, cut.results, cut.summed)
+                made = in_pieces(
+                    made, made.replace(params=cut.params), cut.operands, cut.results, cut.summed
+                )
             eqns += [made, *after]
         outvars = list(jaxpr.outvars)
         if owner is not None and last is not None:
@@ -140,7 +154,9 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
 
 
 def as_reference(closed: Any) -> Any:
-    """The closed jaxpr without what does not change its outputs: constraints, prints, callbacks that return nothing."""
+    """The closed jaxpr without what does not change its outputs: constraints, prints, callbacks
+    that return nothing.
+    """
 
     def strip(jaxpr: Any) -> Any:
         same: dict[Any, Any] = {}
@@ -155,7 +171,9 @@ def as_reference(closed: Any) -> Any:
             if eqn.primitive.name == "sharding_constraint":
                 same[eqn.outvars[0]] = read(eqn.invars[0])
                 continue
-            params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, strip(compat.open_jaxpr(j))))
+            params = compat.map_jaxprs(
+                eqn.params, lambda _, j: compat.replace_jaxpr(j, strip(compat.open_jaxpr(j)))
+            )
             kept.append(eqn.replace(invars=[read(atom) for atom in eqn.invars], params=params))
         return jaxpr.replace(eqns=kept, outvars=[read(atom) for atom in jaxpr.outvars])
 
@@ -168,7 +186,9 @@ def check(closed: Any) -> None:
 
 
 def as_function(closed: Any, name: str) -> Callable[..., list[Any]]:
-    """A function of flat leaves that evaluates the jaxpr; it carries `name` so that profiles show it."""
+    """A function of flat leaves that evaluates the jaxpr; it carries `name` so that profiles show
+    it.
+    """
     flat = core.jaxpr_as_fun(closed)
 
     def call(*leaves: Any) -> list[Any]:

@@ -1,11 +1,13 @@
-"""Stage 3: roles. Logical axes at isomorphic places of the program share one role, so decisions do not grow with depth.
+"""Stage 3: roles. Logical axes at isomorphic places of the program share one role, so decisions do
+not grow with depth.
 
-The axes of a program form a graph: two axes are neighbours where one equation loops over both, and the edge carries
-which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of that graph, refined by sizes and by the
-arguments an axis touches, gives equal labels to the heads of layer 1 and of layer 7. Two axes that meet in one value
-never share a role (the hidden axes of a deep MLP alternate instead), so a role names one dimension of almost any value;
-where the *same axis* occurs twice in a value (attention scores) that is a conflict, and a rule says which occurrence it
-takes.
+The axes of a program form a graph: two axes are neighbours where one equation loops over both, and
+    the edge carries
+which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of that graph, refined
+by sizes and by the arguments an axis touches, gives equal labels to the heads of layer 1 and of
+layer 7. Two axes that meet in one value never share a role (the hidden axes of a deep MLP alternate
+instead), so a role names one dimension of almost any value; where the *same axis* occurs twice in a
+value (attention scores) that is a conflict, and a rule says which occurrence it takes.
 
 Reference: Shervashidze et al. (2011), Weisfeiler-Lehman graph kernels, section 2.
 """
@@ -39,7 +41,8 @@ class Role:
         axes: The logical axes that share it.
         sizes: Their distinct sizes, largest first.
         witness: Where it is seen: leaf path and dimension, or source line, primitive and dimension.
-        scanned: True if a scan consumes it one slice at a time (it can be sharded in arguments only).
+        scanned: True if a scan consumes it one slice at a time (it can be sharded in arguments
+            only).
     """
 
     index: int
@@ -111,7 +114,9 @@ def find_roles(axes: LogicalAxes, given: Mapping[tuple[int, int], str] | None = 
         )
         for i, group in enumerate(members)
     )
-    of_value = tuple(tuple(NO_AXIS if a == NO_AXIS else of_axis[a] for a in dims) for dims in axes.of_value)
+    of_value = tuple(
+        tuple(NO_AXIS if a == NO_AXIS else of_axis[a] for a in dims) for dims in axes.of_value
+    )
     return Roles(axes, roles, tuple(of_axis), of_value)
 
 
@@ -148,8 +153,12 @@ def _labels(axes: LogicalAxes) -> list[str]:
     graph = nx.Graph()
     for axis, seen in enumerate(places):
         graph.add_node(axis, place=str(sorted(seen.items())))
-    graph.add_edges_from((a, b, {"meet": str(sorted(seen.items()))}) for (a, b), seen in edges.items())
-    hashes = nx.weisfeiler_lehman_subgraph_hashes(graph, edge_attr="meet", node_attr="place", iterations=ROUNDS)
+    graph.add_edges_from(
+        (a, b, {"meet": str(sorted(seen.items()))}) for (a, b), seen in edges.items()
+    )
+    hashes = nx.weisfeiler_lehman_subgraph_hashes(
+        graph, edge_attr="meet", node_attr="place", iterations=ROUNDS
+    )
     return [hashes[axis][-1] for axis in range(axes.count)]
 
 
@@ -163,12 +172,18 @@ def _meetings(axes: LogicalAxes) -> list[set[int]]:
     return meets
 
 
-def _names(axes: LogicalAxes, members: list[list[int]], given: Mapping[tuple[int, int], str]) -> list[tuple[str, str]]:
-    """(name, witness) of each role: the model's own, else of the first argument leaf, else of the equation."""
+def _names(
+    axes: LogicalAxes, members: list[list[int]], given: Mapping[tuple[int, int], str]
+) -> list[tuple[str, str]]:
+    """(name, witness) of each role: the model's own, else of the first argument leaf, else of the
+    equation.
+    """
     program = axes.program
     leaf_of: dict[int, tuple[str, int]] = {}
     own: dict[int, str] = {}
-    for leaf, (path, value) in enumerate(zip(program.input_paths, program.body.inputs, strict=True)):
+    for leaf, (path, value) in enumerate(
+        zip(program.input_paths, program.body.inputs, strict=True)
+    ):
         for dim, axis in enumerate(axes.of_value[value.index]):
             leaf_of.setdefault(axis, (path, dim))
             if (leaf, dim) in given:
@@ -192,14 +207,19 @@ def _names(axes: LogicalAxes, members: list[list[int]], given: Mapping[tuple[int
         elif axis in maker_of:
             eqn, value, dim = maker_of[axis]
             candidates.append([f"{eqn.primitive}.{dim}", f"{eqn.primitive}{eqn.index}.{dim}"])
-            witnesses.append(f"{source_line(eqn)} {eqn.primitive}{list(value.shape)} dimension {dim}")
+            witnesses.append(
+                f"{source_line(eqn)} {eqn.primitive}{list(value.shape)} dimension {dim}"
+            )
         else:
             candidates.append([f"axis{axis}"])
             witnesses.append("a body input")
     names = [c[0] for c in candidates]
     for level in range(1, max(map(len, candidates), default=1)):
         repeated = {name for name, n in Counter(names).items() if n > 1}
-        names = [c[min(level, len(c) - 1)] if n in repeated else n for n, c in zip(names, candidates, strict=True)]
+        names = [
+            c[min(level, len(c) - 1)] if n in repeated else n
+            for n, c in zip(names, candidates, strict=True)
+        ]
     counts: Counter[str] = Counter()
     for i, name in enumerate(names):
         counts[name] += 1

@@ -1,7 +1,9 @@
-"""A race shared by workers: its rungs as tasks of a study, its choices as decisions of the first who makes them.
+"""A race shared by workers: its rungs as tasks of a study, its choices as decisions of the first
+who makes them.
 
-Every worker climbs the same ladder over the same evidence, so all come to the same winner; who compiled or measured a
-candidate does not matter. Without a storage the study is in memory, and its one worker does everything.
+Every worker climbs the same ladder over the same evidence, so all come to the same winner; who
+compiled or measured a candidate does not matter. Without a storage the study is in memory, and its
+one worker does everything.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ class Sharing:
     """How a worker takes part in a stored study.
 
     Attributes:
-        needs: What it does: `predict` (any machine), `compile` (any machine with the devices or the target), `measure`
-            (the real devices, also for verifying; one worker at a time on a machine). For the rest it waits for others.
+        needs: What it does: `predict` (any machine), `compile` (any machine with the devices or the
+            target), `measure` (the real devices, also for verifying; one worker at a time on a
+            machine). For the rest it waits for others.
         lease_s: A worker that shows no life for this long has lost its task.
-        patience_s: How long the storage may be away, and other processes of one search may take to answer.
+        patience_s: How long the storage may be away, and other processes of one search may take to
+            answer.
         again: Measure once more what was measured before, on this machine.
-        run_limit_s: Verifying or measuring a candidate that takes longer has failed. What hangs on the devices cannot
-            be stopped: this process ends with exit code 70, to be started again. None for as long as it takes.
+        run_limit_s: Verifying or measuring a candidate that takes longer has failed. What hangs on
+            the devices cannot be stopped: this process ends with exit code 70, to be started again.
+            None for as long as it takes.
     """
 
     needs: tuple[Need, ...] = NEEDS
@@ -60,13 +65,23 @@ class Sharing:
         odd = [need for need in self.needs if need not in NEEDS]
         if odd or not self.needs:
             raise ArgumentError(f"needs={self.needs!r}: choose from {', '.join(NEEDS)}.")
-        if not (self.lease_s > 0 and self.patience_s >= 0 and (self.run_limit_s is None or self.run_limit_s > 0)):
-            raise ArgumentError(f"{self!r}: lease_s and run_limit_s must be more than 0, patience_s at least 0.")
+        if not (
+            self.lease_s > 0
+            and self.patience_s >= 0
+            and (self.run_limit_s is None or self.run_limit_s > 0)
+        ):
+            raise ArgumentError(
+                f"{self!r}: lease_s and run_limit_s must be more than 0, patience_s at least 0."
+            )
 
 
 @contextmanager
 def join(
-    storage: str | Path | None, study: str | None, sharing: Sharing, identity: Mapping[str, str], settings: str
+    storage: str | Path | None,
+    study: str | None,
+    sharing: Sharing,
+    identity: Mapping[str, str],
+    settings: str,
 ) -> Iterator[Shared]:
     """The study of a search, in memory where no storage is named.
 
@@ -109,8 +124,8 @@ class Shared:
 
         Args:
             tasks: Of the study.
-            settings: What its choices depend on beyond what the study is for (budget, effort, seed); evidence is shared
-                between settings, choices are not.
+            settings: What its choices depend on beyond what the study is for (budget, effort,
+                seed); evidence is shared between settings, choices are not.
             again: Measure once more what was measured before.
         """
         self.again = again
@@ -128,13 +143,17 @@ class Shared:
         if stored == dict(identity):
             return
         known = stored if isinstance(stored, dict) else {}
-        differs = [f"{k}: {known.get(k)!r} there, {v!r} here" for k, v in identity.items() if known.get(k) != v]
+        differs = [
+            f"{k}: {known.get(k)!r} there, {v!r} here"
+            for k, v in identity.items()
+            if known.get(k) != v
+        ]
         raise StudyError(
             f"study {without_password(where)} is for something else ({'; '.join(differs)}). "
             f"Choose another --study name, or another storage."
         )
 
-    # Evidence -------------------------------------------------------------------------------------------------------
+    # Evidence -------------------------------------------------------------------------------------
 
     def known(self) -> dict[str, Trial]:
         """What the study has of candidates, by key."""
@@ -176,7 +195,9 @@ class Shared:
             def run() -> Result:
                 climb(racer)
                 found = racer.trial.compiled
-                seconds = None if found is None or racer.trial.status == "rejected" else found.time_s
+                seconds = (
+                    None if found is None or racer.trial.status == "rejected" else found.time_s
+                )
                 return Result({"trials": [racer.trial.to_dict()], "note": note()}, seconds)
 
             def give_up(reason: str) -> Result:
@@ -192,10 +213,16 @@ class Shared:
         return [str(note) for r in records.values() if (note := r.get("note"))]
 
     def group(
-        self, rung: str, racers: Sequence[Racer], climb: Callable[[], None], seconds: Callable[[], float | None]
+        self,
+        rung: str,
+        racers: Sequence[Racer],
+        climb: Callable[[], None],
+        seconds: Callable[[], float | None],
     ) -> None:
         """Takes candidates up a rung together, on one worker."""
-        digest = hashlib.sha256(" ".join(sorted(r.trial.key for r in racers)).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(" ".join(sorted(r.trial.key for r in racers)).encode()).hexdigest()[
+            :16
+        ]
 
         def run() -> Result:
             climb()
@@ -211,13 +238,18 @@ class Shared:
             _update(racer, trials_of(records[task]))
 
     def lose(self, reason: str, failed: bool) -> None:
-        """Ends the task in work: its process is about to end, because the task `failed` or for another reason."""
+        """Ends the task in work: its process is about to end, because the task `failed` or for
+        another reason.
+        """
         self.tasks.lose(f"running failed: {reason}" if failed else None)
 
-    # Choices --------------------------------------------------------------------------------------------------------
+    # Choices --------------------------------------------------------------------------------------
 
-    def choose(self, what: str, candidates: Callable[[], Sequence[Racer]], all_: Sequence[Any]) -> list[Any]:
-        """The candidates that were chosen first for this purpose by any worker with these settings, in their order.
+    def choose(
+        self, what: str, candidates: Callable[[], Sequence[Racer]], all_: Sequence[Any]
+    ) -> list[Any]:
+        """The candidates that were chosen first for this purpose by any worker with these settings,
+        in their order.
 
         Args:
             what: The purpose; a second choice for it is another choice.
@@ -235,13 +267,18 @@ class Shared:
         missing = [key for key in keys if key not in by_key]
         if missing:
             raise StudyError(
-                f"the study chose candidates that this process does not have ({missing[0]}, ...); were its proposals "
+                f"the study chose candidates that this process does not have ({missing[0]}, ...); "
+                f"were its proposals "
                 f"made by another version? Choose another --study name."
             )
         return [by_key[key] for key in keys]
 
-    def propose(self, make: Callable[[], Proposals], problem: Problem, predictor: Predictor) -> Proposals:
-        """The proposals of the worker who made them; they are predicted anew here, which takes little."""
+    def propose(
+        self, make: Callable[[], Proposals], problem: Problem, predictor: Predictor
+    ) -> Proposals:
+        """The proposals of the worker who made them; they are predicted anew here, which takes
+        little.
+        """
         made: list[Proposals] = []
 
         def run() -> Result:
@@ -252,7 +289,10 @@ class Shared:
             return Result(_written(made[0]))
 
         def give_up(reason: str) -> Result:
-            raise StudyError(f"proposing candidates: {reason}. Run autoshard search without a storage to see why.")
+            raise StudyError(
+                f"proposing candidates: {reason}. Run autoshard search without a storage to see "
+                f"why."
+            )
 
         if self.tasks.alone:
             return make()
@@ -262,8 +302,12 @@ class Shared:
 
 
 def adopted(own: Trial, stored: Trial) -> Trial:
-    """What the study has of a candidate, under the name and with the prediction that it has here."""
-    return replace(stored, name=own.name, origin=own.origin, rules=own.rules, predicted=own.predicted)
+    """What the study has of a candidate, under the name and with the prediction that it has
+    here.
+    """
+    return replace(
+        stored, name=own.name, origin=own.origin, rules=own.rules, predicted=own.predicted
+    )
 
 
 def trials_of(record: Any) -> dict[str, Trial]:
@@ -276,7 +320,8 @@ def trials_of(record: Any) -> dict[str, Trial]:
         trials = msgspec.convert(record["trials"], list[Trial])
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise StudyError(
-            f"the study has evidence that cannot be read ({error}). Was it written by another version of autoshard? "
+            f"the study has evidence that cannot be read ({error}). Was it written by another "
+            f"version of autoshard? "
             f"Choose another --study name."
         ) from None
     return {trial.key: trial for trial in trials}
@@ -290,7 +335,11 @@ def _update(racer: Racer, trials: Mapping[str, Trial]) -> None:
 def _kept(ranked: Sequence[Proposal]) -> tuple[Proposal, ...]:
     smallest = sorted(ranked, key=lambda p: (p.prediction.peak_bytes, p.key))[:KEPT_SMALLEST]
     small = {p.key for p in smallest}
-    return tuple(p for i, p in enumerate(ranked) if i < KEPT or p.origin.startswith("preset") or p.key in small)
+    return tuple(
+        p
+        for i, p in enumerate(ranked)
+        if i < KEPT or p.origin.startswith("preset") or p.key in small
+    )
 
 
 def _written(proposals: Proposals) -> dict[str, Any]:
@@ -304,7 +353,9 @@ def _read(record: Any, problem: Problem, predictor: Predictor) -> Proposals:
         ranked = []
         for name, origin, key, *rules in record["ranked"]:
             layout = Layout(problem, tuple(map(AxisRule.parse, rules)))
-            ranked.append(Proposal(str(name), str(origin), layout, str(key), predictor.predict(layout)))
+            ranked.append(
+                Proposal(str(name), str(origin), layout, str(key), predictor.predict(layout))
+            )
         skipped = tuple(Skipped(str(name), str(reason)) for name, reason in record["skipped"])
         evaluations = int(record["evaluations"])
     except (KeyError, TypeError, ValueError, RuleError) as error:

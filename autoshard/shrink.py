@@ -1,7 +1,9 @@
-"""The same step at smaller sizes: where the unsharded function does not fit on one device, its small sister does.
+"""The same step at smaller sizes: where the unsharded function does not fit on one device, its
+small sister does.
 
-Every logical axis of the arguments is divided, at all its sizes alike, as far as the layout's mesh axes still divide
-it. The small program must be the same program: the same primitives in the same order.
+Every logical axis of the arguments is divided, at all its sizes alike, as far as the layout's mesh
+axes still divide it. The small program must be the same program: the same primitives in the same
+order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from autoshard.layout import Layout
 from autoshard.prepare import Prepared, prepare
 
 SMALLEST = 4
-"""No dimension becomes smaller: below, jax writes another program (dimensions of size 1 are broadcast)."""
+"""No dimension becomes smaller: below, jax writes another program (dimensions of size 1 are
+broadcast)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,9 @@ def shrink(prepared: Prepared, layout: Layout) -> Shrunk | str:
     avals = []
     for value, aval in zip(axes.program.body.inputs, call.avals, strict=True):
         dims = axes.of_value[value.index]
-        shape = tuple(size // divisors.get(axis, 1) for axis, size in zip(dims, aval.shape, strict=True))
+        shape = tuple(
+            size // divisors.get(axis, 1) for axis, size in zip(dims, aval.shape, strict=True)
+        )
         avals.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type)))
     try:
         small = prepare(prepared.request, replace(call, leaves=tuple(avals), avals=tuple(avals)))

@@ -1,8 +1,9 @@
-"""What a function is called with: leaves, leaf paths, statics and donation, flattened exactly as `jax.jit` would.
+"""What a function is called with: leaves, leaf paths, statics and donation, flattened exactly as
+`jax.jit` would.
 
-The rest of autoshard sees a function of flat array leaves. Everything that is not an array for jax -- arguments named
-in `static_argnums`/`static_argnames`, and leaves such as an activation function inside a module -- is kept aside and
-put back when the function is called.
+The rest of autoshard sees a function of flat array leaves. Everything that is not an array for jax
+-- arguments named in `static_argnums`/`static_argnames`, and leaves such as an activation function
+inside a module -- is kept aside and put back when the function is called.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from autoshard.errors import ArgumentError, SignatureError
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The `jit` arguments of a function, normalised: every argument by position where the signature tells it."""
+    """The `jit` arguments of a function, normalised: every argument by position where the signature
+    tells it.
+    """
 
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -39,7 +42,8 @@ class Call:
         treedef: Structure of `(args, kwargs)` with static arguments removed.
         statics: Static arguments by position or name.
         array_positions: Leaf number in `treedef` of each array leaf.
-        static_leaves: Leaves that are no arrays for jax (an activation function inside a module), by leaf number.
+        static_leaves: Leaves that are no arrays for jax (an activation function inside a module),
+            by leaf number.
         paths: Leaf path of each array leaf, unique, starting with the parameter's name.
         owners: Argument of each leaf: its position, or its name for keyword arguments.
         donated: Whether each leaf is donated.
@@ -77,16 +81,21 @@ class Call:
             flat[position] = value
         dynamic, kwargs = jax.tree.unflatten(self.treedef, flat)
         args = list(dynamic)
-        for key, value in sorted((item for item in self.statics if isinstance(item[0], int)), key=lambda i: int(i[0])):
+        for key, value in sorted(
+            (item for item in self.statics if isinstance(item[0], int)), key=lambda i: int(i[0])
+        ):
             args.insert(int(key), value)
-        kwargs = dict(kwargs) | {str(key): value for key, value in self.statics if isinstance(key, str)}
+        kwargs = dict(kwargs) | {
+            str(key): value for key, value in self.statics if isinstance(key, str)
+        }
         return tuple(args), kwargs
 
 
 def _equal(a: object, b: object) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # statics may define an == that raises (arrays inside); identity is then the only safe answer
+    # statics may define an == that raises (arrays inside); identity is then the only safe answer
+    except Exception:
         return a is b
 
 
@@ -112,7 +121,8 @@ def options_for(
     donate_argnums: int | Iterable[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
 ) -> CallOptions:
-    """Normalises the jit arguments: names and positions imply each other where the signature tells, as in `jax.jit`.
+    """Normalises the jit arguments: names and positions imply each other where the signature tells,
+    as in `jax.jit`.
 
     A function that is jitted already brings its own where none are given here.
     """
@@ -122,7 +132,9 @@ def options_for(
     if donate_argnums is None and donate_argnames is None:
         donate_argnums, donate_argnames = own.get("donate_argnums"), own.get("donate_argnames")
     parameters = parameters_of(fn)
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     has_var_kw = any(p.kind is p.VAR_KEYWORD for p in parameters)
     has_var_positional = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -134,15 +146,24 @@ def options_for(
         if parameters:
             unknown = strings - named
             if unknown and not has_var_kw:
-                raise ArgumentError(f"{what}_argnames names {sorted(unknown)}, but {called} takes {sorted(named)}.")
-            bad = [n for n in numbers if not has_var_positional and not -len(positional) <= n < len(positional)]
+                raise ArgumentError(
+                    f"{what}_argnames names {sorted(unknown)}, but {called} takes {sorted(named)}."
+                )
+            bad = [
+                n
+                for n in numbers
+                if not has_var_positional and not -len(positional) <= n < len(positional)
+            ]
             if bad:
                 raise ArgumentError(
-                    f"{what}_argnums has {bad[0]}, but {called} has {len(positional)} positional parameters "
+                    f"{what}_argnums has {bad[0]}, but {called} has {len(positional)} positional "
+                    f"parameters "
                     f"{positional}."
                 )
             numbers = {n % len(positional) if n < 0 else n for n in numbers}
-            strings |= {positional[n] for n in numbers if n < len(positional) and positional[n] in named}
+            strings |= {
+                positional[n] for n in numbers if n < len(positional) and positional[n] in named
+            }
             numbers |= {positional.index(s) for s in strings if s in positional}
         return frozenset(numbers), frozenset(strings)
 
@@ -161,14 +182,17 @@ def is_static(leaf: object) -> bool:
 
 
 def _refused(leaf: object, where: str) -> bool:
-    """`is_static`, with an error for leaves that stand for arrays but cannot be given to a compiled program."""
+    """`is_static`, with an error for leaves that stand for arrays but cannot be given to a compiled
+    program.
+    """
     try:
         static = is_static(leaf)
     except ValueError as error:  # masked arrays; jax.jit says the same
         raise ArgumentError(f"{where}: {error}") from None
     if compat.is_ref(leaf):
         raise ArgumentError(
-            f"{where} is a mutable array (jax.new_ref), which a plan cannot lay out. Pass {where}[...] and return its "
+            f"{where} is a mutable array (jax.new_ref), which a plan cannot lay out. Pass "
+            f"{where}[...] and return its "
             f"new value instead; refs that the function makes itself are fine."
         )
     return static
@@ -185,21 +209,28 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def leaf_paths(prefixed: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, ...]:
-    """Unique leaf paths: the short form (`params/layers/wq`), or the full one (`params['layers']['wq']`) on a clash.
+    """Unique leaf paths: the short form (`params/layers/wq`), or the full one
+    (`params['layers']['wq']`) on a clash.
 
     >>> key = jax.tree_util.DictKey
     >>> leaf_paths([("p", (key("a/b"),)), ("p", (key("a"), key("b"))), ("x", ())])
     ("p['a/b']", "p['a']['b']", 'x')
     """
     keystr = jax.tree_util.keystr
-    short = ["/".join(filter(None, (name, keystr(path, simple=True, separator="/")))) for name, path in prefixed]
+    short = [
+        "/".join(filter(None, (name, keystr(path, simple=True, separator="/"))))
+        for name, path in prefixed
+    ]
     seen = Counter(short)
     return tuple(
-        text if seen[text] == 1 else name + keystr(path) for text, (name, path) in zip(short, prefixed, strict=True)
+        text if seen[text] == 1 else name + keystr(path)
+        for text, (name, path) in zip(short, prefixed, strict=True)
     )
 
 
-def flatten_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: CallOptions) -> Call:
+def flatten_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: CallOptions
+) -> Call:
     """Flattens a call of `fn` as `jax.jit` would.
 
     Raises:
@@ -210,15 +241,20 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             inspect.signature(fn).bind(*args, **kwargs)
         except TypeError as error:
             raise SignatureError(
-                f"{getattr(fn, '__name__', fn)!s} cannot be called with {len(args)} positional arguments and keywords "
+                f"{getattr(fn, '__name__', fn)!s} cannot be called with {len(args)} positional "
+                f"arguments and keywords "
                 f"{sorted(kwargs)}: {error}."
             ) from None
     static_positions = {n % len(args) if n < 0 else n for n in options.static_argnums}
-    statics: list[tuple[int | str, Any]] = [(i, args[i]) for i in sorted(static_positions) if i < len(args)]
+    statics: list[tuple[int | str, Any]] = [
+        (i, args[i]) for i in sorted(static_positions) if i < len(args)
+    ]
     statics += [(name, kwargs[name]) for name in sorted(options.static_argnames) if name in kwargs]
     positions = [i for i in range(len(args)) if i not in static_positions]
     dynamic = tuple(args[i] for i in positions)
-    keywords = {name: value for name, value in kwargs.items() if name not in options.static_argnames}
+    keywords = {
+        name: value for name, value in kwargs.items() if name not in options.static_argnames
+    }
     with_paths, treedef = jax.tree_util.tree_flatten_with_path((dynamic, keywords))
     names = _names(fn, len(args))
     leaves: list[Any] = []
@@ -245,5 +281,8 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         static_leaves=tuple(static_leaves),
         paths=leaf_paths(prefixed),
         owners=tuple(owners),
-        donated=tuple(o in (options.donate_argnames if isinstance(o, str) else options.donate_argnums) for o in owners),
+        donated=tuple(
+            o in (options.donate_argnames if isinstance(o, str) else options.donate_argnums)
+            for o in owners
+        ),
     )

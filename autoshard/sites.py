@@ -1,8 +1,9 @@
-"""Places in the model's source: the expression an equation came from, and constraints pasted around expressions.
+"""Places in the model's source: the expression an equation came from, and constraints pasted around
+expressions.
 
-A traced equation keeps the frames of the call that made it, with exact extents (line and column, first and last). The
-same extents in the file's syntax tree are the expression, so a constraint inside the program can be said in the words
-of the source, and written there by a text edit.
+A traced equation keeps the frames of the call that made it, with exact extents (line and column,
+first and last). The same extents in the file's syntax tree are the expression, so a constraint
+inside the program can be said in the words of the source, and written there by a text edit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from autoshard.trace import frames_of
 _LIBRARIES = ("site-packages", "dist-packages")
 _PRODUCTS = frozenset({"dot", "matmul", "dot_general"})
 _LOOK_UPS = frozenset({"take", "take_along_axis"})
-_IMPORTS = ("from jax.lax import with_sharding_constraint", "from jax.sharding import PartitionSpec as P")
+_IMPORTS = (
+    "from jax.lax import with_sharding_constraint",
+    "from jax.sharding import PartitionSpec as P",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class Site:
 
 
 def sites_of(eqn: Eqn) -> tuple[Site, ...]:
-    """The expressions that an equation was made in, innermost first: the user's own code, else whatever is not jax's.
+    """The expressions that an equation was made in, innermost first: the user's own code, else
+    whatever is not jax's.
 
     Frames of autoshard, which did the tracing, and those around it are left out.
     """
@@ -63,12 +68,19 @@ def sites_of(eqn: Eqn) -> tuple[Site, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(file: str, changed_ns: int) -> Mapping[tuple[int, int, int, int], tuple[ast.expr, ast.stmt | None]]:
-    """By extents, every expression of a file with the statement that it is the right-hand side of."""
+def _tree(
+    file: str, changed_ns: int
+) -> Mapping[tuple[int, int, int, int], tuple[ast.expr, ast.stmt | None]]:
+    """By extents, every expression of a file with the statement that it is the right-hand side
+    of.
+    """
     tree = ast.parse(Path(file).read_bytes())
     assigned = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Assign)}
     return {
-        (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0): (node, assigned.get(id(node)))
+        (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0): (
+            node,
+            assigned.get(id(node)),
+        )
         for node in ast.walk(tree)
         if isinstance(node, ast.expr)
     }
@@ -92,14 +104,18 @@ class Expression:
 
 
 def expression_at(site: Site) -> Expression | None:
-    """The expression at a place; None where the source cannot be read or has no expression of these extents."""
+    """The expression at a place; None where the source cannot be read or has no expression of these
+    extents.
+    """
     try:
         path = Path(site.file)
         tree = _tree(site.file, path.stat().st_mtime_ns)
         source = path.read_text(encoding="utf-8")
     except (OSError, SyntaxError, ValueError):
         return None
-    node, statement = tree.get((site.line, site.column, site.end_line, site.end_column), (None, None))
+    node, statement = tree.get(
+        (site.line, site.column, site.end_line, site.end_column), (None, None)
+    )
     if node is None:
         return None
     single = isinstance(statement, ast.Assign) and len(statement.targets) == 1
@@ -109,11 +125,19 @@ def expression_at(site: Site) -> Expression | None:
 
 
 def operand_expression(whole: Expression, eqn: Eqn, position: int) -> Expression | None:
-    """The part of an expression that one operand of its equation is written as; None where that is not known."""
+    """The part of an expression that one operand of its equation is written as; None where that is
+    not known.
+    """
     node = _operand_node(whole.node, eqn, position)
     if node is None:
         return None
-    site = Site(whole.site.file, node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
+    site = Site(
+        whole.site.file,
+        node.lineno,
+        node.col_offset,
+        node.end_lineno or 0,
+        node.end_col_offset or 0,
+    )
     return expression_at(site)
 
 
@@ -131,14 +155,17 @@ def _operand_node(node: ast.expr, eqn: Eqn, position: int) -> ast.expr | None:
         return node.args[0]
     if name == "einsum" and eqn.primitive == "dot_general" and len(node.args) == 3:
         first = node.args[0]
-        text = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+        text = (
+            first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+        )
         order = _einsum_order(text, eqn)
         return None if order is None else node.args[1 + order[position]]
     return None
 
 
 def _einsum_order(text: str, eqn: Eqn) -> tuple[int, int] | None:
-    """Which operands of an einsum the left and the right side of its dot_general are; None if that is not certain.
+    """Which operands of an einsum the left and the right side of its dot_general are; None if that
+    is not certain.
 
     jax swaps them where that saves a transposition.
     """
@@ -171,7 +198,10 @@ def spec_text(spec: PartitionSpec) -> str:
     >>> spec_text(PartitionSpec(PartitionSpec.UNCONSTRAINED, ("data", "model"), None))
     "P(P.UNCONSTRAINED, ('data', 'model'), None)"
     """
-    entries = ("P.UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in tuple(spec))
+    entries = (
+        "P.UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry)
+        for entry in tuple(spec)
+    )
     return f"P({', '.join(entries)})"
 
 
@@ -223,6 +253,12 @@ def patch(wanted: Iterable[tuple[Site, PartitionSpec]]) -> str:
     for file, own in by_file.items():
         before = Path(file).read_text(encoding="utf-8")
         after = paste(before, own)
-        name = Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else Path(file)
-        parts += difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}")
+        name = (
+            Path(file).relative_to(Path.cwd())
+            if Path(file).is_relative_to(Path.cwd())
+            else Path(file)
+        )
+        parts += difflib.unified_diff(
+            before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}"
+        )
     return "".join(parts)

@@ -1,4 +1,6 @@
-"""How a shared study stands: what is done, what runs where, the best so far, what was rejected and why, time left."""
+"""How a shared study stands: what is done, what runs where, the best so far, what was rejected and
+why, time left.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Standing:
         best: The best candidate so far, measured if any is.
         rejected: Name and reason.
         per_hour: Evaluations of the last hour's pace; 0 before the second.
-        left_s: Seconds until the wanted ones are evaluated at that pace; None where that cannot be said.
+        left_s: Seconds until the wanted ones are evaluated at that pace; None where that cannot be
+            said.
         deaths: How often a worker was lost.
     """
 
@@ -82,7 +85,9 @@ def standing_of(tasks: Tasks, now_s: float | None = None) -> Standing:
         wanted=len(wanted),
         running=tuple(_running(c, now_s) for c in board.claims.values()),
         best=min(measured or alive, key=_seconds, default=None),
-        rejected=tuple((t.name, t.reason.splitlines()[0]) for t in found.values() if t.status == "rejected"),
+        rejected=tuple(
+            (t.name, t.reason.splitlines()[0]) for t in found.values() if t.status == "rejected"
+        ),
         per_hour=pace,
         left_s=left / pace * 3600 if pace and wanted else None,
         deaths=sum(board.deaths.values()),
@@ -105,7 +110,11 @@ def _running(claim: StudyTrial, now_s: float) -> Running:
 def _per_hour(done: Sequence[StudyTrial]) -> float:
     ends = sorted(t.datetime_complete.timestamp() for t in done if t.datetime_complete is not None)
     recent = [end for end in ends if ends[-1] - end <= 3600]
-    return (len(recent) - 1) / (recent[-1] - recent[0]) * 3600 if len(recent) > 1 and recent[-1] > recent[0] else 0.0
+    return (
+        (len(recent) - 1) / (recent[-1] - recent[0]) * 3600
+        if len(recent) > 1 and recent[-1] > recent[0]
+        else 0.0
+    )
 
 
 def standing_text(standing: Standing) -> str:
@@ -121,7 +130,10 @@ def standing_text(standing: Standing) -> str:
     if standing.best is not None:
         word = "measured" if standing.best.measured is not None else "compiled"
         rules = ", ".join(standing.best.rules) or "no rules"
-        lines.append(f"best so far: {standing.best.name}, {seconds_text(_seconds(standing.best))} {word} ({rules})")
+        lines.append(
+            f"best so far: {standing.best.name}, {seconds_text(_seconds(standing.best))} {word} "
+            f"({rules})"
+        )
     lines += [f"running: {r.title} on {r.owner} for {_duration(r.for_s)}" for r in standing.running]
     lines += [f"rejected: {name}, {reason}" for name, reason in standing.rejected]
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
@@ -132,7 +144,9 @@ def standing_json(standing: Standing) -> dict[str, Any]:
     return {
         "evaluated": standing.evaluated,
         "wanted": standing.wanted,
-        "running": [{"task": r.title, "worker": r.owner, "for_s": r.for_s} for r in standing.running],
+        "running": [
+            {"task": r.title, "worker": r.owner, "for_s": r.for_s} for r in standing.running
+        ],
         "best": None if standing.best is None else standing.best.to_dict(),
         "rejected": [{"name": name, "reason": reason} for name, reason in standing.rejected],
         "per_hour": standing.per_hour,
@@ -144,4 +158,10 @@ def standing_json(standing: Standing) -> dict[str, Any]:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )

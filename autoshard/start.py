@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 def init(plan: Plan, init_fn: Callable[..., Any], *args: Any) -> Any:
-    """What `init_fn(*args)` returns, made shard by shard in the plan's layout; no device ever holds the whole.
+    """What `init_fn(*args)` returns, made shard by shard in the plan's layout; no device ever holds
+    the whole.
 
-    Works for pytrees, optimizer states, Linen `TrainState`s, Equinox modules and Flax NNX modules alike.
+    Works for pytrees, optimizer states, Linen `TrainState`s, Equinox modules and Flax NNX modules
+    alike.
 
     Args:
         plan: The plan.
-        init_fn: Returns one of the plan's arguments, or a tuple of several (`lambda key: (params, opt_state)`).
+        init_fn: Returns one of the plan's arguments, or a tuple of several (`lambda key: (params,
+            opt_state)`).
         args: Its arguments; arrays (a random key, say).
 
     Returns:
@@ -54,7 +57,9 @@ def _unflatten(made: dict[str, Any], arrays: Sequence[Any]) -> Any:
 
 
 def _matching(plan: Plan, whole: Any) -> list[int]:
-    """Argument leaves of the plan that the leaves of `whole` are: of one argument, or of several in a tuple."""
+    """Argument leaves of the plan that the leaves of `whole` are: of one argument, or of several in
+    a tuple.
+    """
     arguments = plan.traced.call.owners
     taken: set[int | str] = set()
     one = _argument_like(plan, whole, taken)
@@ -65,8 +70,10 @@ def _matching(plan: Plan, whole: Any) -> list[int]:
         numbers = _argument_like(plan, part, taken)
         if numbers is None:
             raise ArgumentError(
-                f"init: what init_fn returns {f'at position {i} ' if isinstance(whole, tuple | list) else ''}has "
-                f"the structure and shapes of no argument of the plan {list(dict.fromkeys(arguments))}: "
+                f"init: what init_fn returns "
+                f"{f'at position {i} ' if isinstance(whole, tuple | list) else ''}has "
+                f"the structure and shapes of no argument of the plan "
+                f"{list(dict.fromkeys(arguments))}: "
                 f"{_summary(part)}. Return an argument as the plan takes it, or a tuple of several."
             )
         found += numbers
@@ -91,8 +98,14 @@ def _argument_like(plan: Plan, tree: Any, taken: set[int | str]) -> list[int] | 
 
 
 def _paths(tree: Any) -> list[str]:
-    """Leaf paths; statics inside a structure (the functions of an optax optimizer) may be other objects."""
-    return [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if not is_static(leaf)]
+    """Leaf paths; statics inside a structure (the functions of an optax optimizer) may be other
+    objects.
+    """
+    return [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if not is_static(leaf)
+    ]
 
 
 def argument(plan: Plan, owner: int | str, leaves: Sequence[Any]) -> Any:
@@ -120,11 +133,16 @@ def owned(plan: Plan, name: int | str, what: str) -> tuple[int | str, list[int]]
     paths, owners = plan.traced.program.input_paths, plan.traced.call.owners
     owner: int | str = name
     if isinstance(name, str) and name not in owners:
-        named = {path.split("/")[0].split("[")[0].split(".")[0]: o for path, o in zip(paths, owners, strict=True)}
+        named = {
+            path.split("/")[0].split("[")[0].split(".")[0]: o
+            for path, o in zip(paths, owners, strict=True)
+        }
         owner = named.get(name, name)
     numbers = [i for i, o in enumerate(owners) if o == owner]
     if not numbers:
-        raise ArgumentError(f"{what}({name!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}.")
+        raise ArgumentError(
+            f"{what}({name!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}."
+        )
     return owner, numbers
 
 

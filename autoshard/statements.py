@@ -1,11 +1,12 @@
 """The constraints of a plan in the words of the source: one statement per expression and place.
 
-A person who writes `with_sharding_constraint` around an expression states more than one place of the traced program:
-the value itself, its recomputation under `jax.checkpoint`, and its cotangent in the backward pass (the transpose of a
-constraint is the same constraint). A `Statement` holds these places together, for the result of an expression or for
-one of its operands; unrolled layers share their source lines, so the number of statements does not grow with depth.
-What cannot be said in the source (a line that stands for different layouts, an operand that is no part of the
-expression) becomes a statement without an expression.
+A person who writes `with_sharding_constraint` around an expression states more than one place of
+the traced program: the value itself, its recomputation under `jax.checkpoint`, and its cotangent in
+the backward pass (the transpose of a constraint is the same constraint). A `Statement` holds these
+places together, for the result of an expression or for one of its operands; unrolled layers share
+their source lines, so the number of statements does not grow with depth. What cannot be said in the
+source (a line that stands for different layouts, an operand that is no part of the expression)
+becomes a statement without an expression.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Place:
 
     Attributes:
         eqn: `Eqn.index` of the anchor, or of the equation with the body.
-        kind: `operand`, `kept` (an operand as it is stored, before it is stated as the work reads it), `result` or
-            `output` (of a body).
+        kind: `operand`, `kept` (an operand as it is stored, before it is stated as the work reads
+            it), `result` or `output` (of a body).
         position: Which operand, result or output.
-        step: Of a result 0 as computed, 1 as stored (and so for the cotangent that such a result has, as an operand);
-            of an output the number of the body.
+        step: Of a result 0 as computed, 1 as stored (and so for the cotangent that such a result
+            has, as an operand); of an output the number of the body.
         spec: What is stated.
     """
 
@@ -74,7 +75,9 @@ class Statement:
 
 
 def as_constraints(statements: Iterable[Statement]) -> Constraints:
-    """The statements as constraints of the traced program; of two for one operand that of the lower step holds."""
+    """The statements as constraints of the traced program; of two for one operand that of the lower
+    step holds.
+    """
     operands: dict[int, dict[int, tuple[int, PartitionSpec]]] = defaultdict(dict)
     kept: dict[int, dict[int, PartitionSpec]] = defaultdict(dict)
     results: dict[int, dict[int, dict[int, PartitionSpec]]] = defaultdict(lambda: defaultdict(dict))
@@ -93,7 +96,10 @@ def as_constraints(statements: Iterable[Statement]) -> Constraints:
     eqns = {
         index: EqnConstraints(
             {k: spec for k, (_, spec) in operands.get(index, {}).items()},
-            {k: tuple(spec for _, spec in sorted(steps.items())) for k, steps in results.get(index, {}).items()},
+            {
+                k: tuple(spec for _, spec in sorted(steps.items()))
+                for k, steps in results.get(index, {}).items()
+            },
             kept=kept.get(index, {}),
         )
         for index in {*operands, *kept, *results}
@@ -102,12 +108,18 @@ def as_constraints(statements: Iterable[Statement]) -> Constraints:
 
 
 def statements_for(axes: LogicalAxes, constraints: Constraints) -> tuple[Statement, ...]:
-    """The statements that together say what the constraints say, those that can be written in the source first."""
+    """The statements that together say what the constraints say, those that can be written in the
+    source first.
+    """
     finder = _Finder(axes, constraints)
     made = [*finder.at_anchors(), *finder.at_carries()]
     made += finder.unsaid(made)
     order = {"result": 0, "carry": 1, "operand": 2}
-    return tuple(sorted(made, key=lambda s: (s.expression is None, order[s.what.split()[0]], s.places[0].eqn)))
+    return tuple(
+        sorted(
+            made, key=lambda s: (s.expression is None, order[s.what.split()[0]], s.places[0].eqn)
+        )
+    )
 
 
 class _Finder:
@@ -137,17 +149,21 @@ class _Finder:
             self._sites[eqn.index] = sites_of(eqn)
         return self._sites[eqn.index]
 
-    # Anchors --------------------------------------------------------------------------------------------------------
+    # Anchors --------------------------------------------------------------------------------------
 
     def at_anchors(self) -> Iterator[Statement]:
         """Statements around the expressions of contractions, gathers and the like."""
         program = self._axes.program
         anchors = [program.eqns[index] for index in sorted(self._constraints.eqns)]
-        for site, forward, backward in self._by_site([e for e in anchors if e.primitive in ANCHORS]):
+        for site, forward, backward in self._by_site(
+            [e for e in anchors if e.primitive in ANCHORS]
+        ):
             yield from self._of_site(site, forward, backward)
 
     def _by_site(self, anchors: Sequence[Eqn]) -> Iterator[tuple[Site, list[Eqn], list[Eqn]]]:
-        """Anchors by the innermost expression that means one and the same thing whenever it runs."""
+        """Anchors by the innermost expression that means one and the same thing whenever it
+        runs.
+        """
         level = dict.fromkeys((e.index for e in anchors), 0)
         left = list(anchors)
         while left:
@@ -181,7 +197,9 @@ class _Finder:
 
         def made(what: str, shape: tuple[int, ...], spec: PartitionSpec, at: Expression | None, places: list[Place],
                  ) -> Statement:  # fmt: skip
-            return Statement(str(site), what, first.primitive, shape, spec, at, tuple(places), looped)
+            return Statement(
+                str(site), what, first.primitive, shape, spec, at, tuple(places), looped
+            )
 
         for position, specs in stated.results.items():
             value = first.outputs[position]
@@ -192,7 +210,9 @@ class _Finder:
                     places += [Place(e.index, "operand", k, step, spec) for e, k in cotangents]
                 said = None if outside is None else self._carried_over(spec, value, outside)
                 what = "result" if step else "result as computed"
-                yield made(what, value.shape, said or spec, whole if said is not None else None, places)
+                yield made(
+                    what, value.shape, said or spec, whole if said is not None else None, places
+                )
         for position, spec in stated.operands.items():
             value = first.inputs[position]
             part = None if whole is None else operand_expression(whole, first, position)
@@ -209,7 +229,11 @@ class _Finder:
     def _cotangent(self, eqn: Eqn, first: Eqn) -> tuple[int, ...]:
         """Which operand of a transposed anchor is the cotangent of the forward one's result."""
         result = self._kind(first.outputs[0])
-        order = reversed(range(len(eqn.inputs))) if eqn.primitive.startswith("scatter") else range(len(eqn.inputs))
+        order = (
+            reversed(range(len(eqn.inputs)))
+            if eqn.primitive.startswith("scatter")
+            else range(len(eqn.inputs))
+        )
         return tuple(k for k in order if self._kind(eqn.inputs[k]) == result)[:1]
 
     def _differentiated(self, eqn: Eqn, first: Eqn) -> int | None:
@@ -218,15 +242,23 @@ class _Finder:
         able = [k for k, v in enumerate(first.inputs) if self._kind(v) == made]
         cotangent = self._cotangent(eqn, first)
         read = [self._kind(v) for k, v in enumerate(eqn.inputs) if k not in cotangent]
-        others = [k for k in able if any(self._kind(v) in read for j, v in enumerate(first.inputs) if j != k)]
+        others = [
+            k
+            for k in able
+            if any(self._kind(v) in read for j, v in enumerate(first.inputs) if j != k)
+        ]
         return next(iter(others or able), None)
 
     def _escaped(self, value: Value, site: Site) -> Value | None:
-        """What an expression with this anchor is worth: follows the value while only the expression itself reads it."""
+        """What an expression with this anchor is worth: follows the value while only the expression
+        itself reads it.
+        """
         body = next(b for b in self._bodies() if any(value in e.outputs for e in b.eqns))
         while True:
             readers = [e for e in body.eqns if value in e.inputs]
-            inside = [e for e in readers if site in self._sites_of(e) and e.index not in self._backward]
+            inside = [
+                e for e in readers if site in self._sites_of(e) and e.index not in self._backward
+            ]
             if value in body.outputs or len(inside) < len(readers) or not readers:
                 return value
             if len(readers) > 1 or readers[0].bodies or len(readers[0].outputs) != 1:
@@ -238,8 +270,12 @@ class _Finder:
         for eqn in self._axes.program.eqns:
             yield from eqn.bodies
 
-    def _carried_over(self, spec: PartitionSpec, source: Value, target: Value) -> PartitionSpec | None:
-        """The spec of a value said of another one with the same dimensions in another order; None if it has others."""
+    def _carried_over(
+        self, spec: PartitionSpec, source: Value, target: Value
+    ) -> PartitionSpec | None:
+        """The spec of a value said of another one with the same dimensions in another order; None
+        if it has others.
+        """
         entries = [*spec, *[None] * (len(source.shape) - len(spec))]
         mine, theirs = self._axes.of_value[source.index], self._axes.of_value[target.index]
         if (mine, source.shape) == (theirs, target.shape):
@@ -257,7 +293,7 @@ class _Finder:
             found.pop()
         return None if any(entry is not None for _, _, entry in left) else PartitionSpec(*found)
 
-    # Carries --------------------------------------------------------------------------------------------------------
+    # Carries --------------------------------------------------------------------------------------
 
     def at_carries(self) -> Iterator[Statement]:
         """Statements around the expressions that loop bodies return as carries."""
@@ -275,14 +311,20 @@ class _Finder:
                     forward[key] = replace(known, places=(*known.places, place))
                     continue
                 maker = next((e for e in body.eqns if value in e.outputs), None)
-                site = next(iter(self._sites_of(maker)), None) if maker is not None and not maker.bodies else None
+                site = (
+                    next(iter(self._sites_of(maker)), None)
+                    if maker is not None and not maker.bodies
+                    else None
+                )
                 said = None if site is None or index in self._backward else expression_at(site)
                 source = source_line(eqn) if site is None else str(site)
                 what = f"carry {position}"
-                forward[key] = Statement(source, what, eqn.primitive, value.shape, spec, said, (place,), True)
+                forward[key] = Statement(
+                    source, what, eqn.primitive, value.shape, spec, said, (place,), True
+                )
         yield from forward.values()
 
-    # The rest -------------------------------------------------------------------------------------------------------
+    # The rest -------------------------------------------------------------------------------------
 
     def unsaid(self, made: Sequence[Statement]) -> Iterator[Statement]:
         """Statements without an expression, for the constraints that no other statement says."""
@@ -297,7 +339,9 @@ class _Finder:
             for k, specs in wanted.results.items():
                 if known.results.get(k) != specs:
                     for step, spec in enumerate(specs, 2 - len(specs)):
-                        yield self._unsaid(eqn, eqn.outputs[k], Place(index, "result", k, step, spec))
+                        yield self._unsaid(
+                            eqn, eqn.outputs[k], Place(index, "result", k, step, spec)
+                        )
 
     def _unsaid(self, eqn: Eqn, value: Value, place: Place) -> Statement:
         what = f"{place.kind} {place.position}"
@@ -306,4 +350,6 @@ class _Finder:
         elif place.kind == "kept":
             what = f"operand {place.position} as stored"
         looped = eqn.index in self._looped
-        return Statement(source_line(eqn), what, eqn.primitive, value.shape, place.spec, None, (place,), looped)
+        return Statement(
+            source_line(eqn), what, eqn.primitive, value.shape, place.spec, None, (place,), looped
+        )

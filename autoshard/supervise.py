@@ -1,8 +1,9 @@
 """Keeps a worker alive: one that a candidate aborted, or the system killed, is started again.
 
-What it was at is found stale by the others (or by itself) and tried again, and given up after a few deaths, so a
-candidate that kills its worker ends itself and not the job. Several processes that belong together (`jax.distributed`)
-end together: where one is lost, jax ends the others, and each one's supervisor starts it again.
+What it was at is found stale by the others (or by itself) and tried again, and given up after a few
+deaths, so a candidate that kills its worker ends itself and not the job. Several processes that
+belong together (`jax.distributed`) end together: where one is lost, jax ends the others, and each
+one's supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ def supervise(command: Sequence[str], restarts: int) -> int:
     for life in range(restarts + 1):
         worker = subprocess.Popen(command)
 
-        def forward(number: int, frame: FrameType | None, worker: subprocess.Popen[bytes] = worker) -> None:
+        def forward(
+            number: int, frame: FrameType | None, worker: subprocess.Popen[bytes] = worker
+        ) -> None:
             nonlocal stopping
             stopping = True
             worker.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {
+            number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             code = worker.wait()
         finally:

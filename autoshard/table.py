@@ -1,12 +1,13 @@
 """Stage 10: the spec table, a small JSON file that a training repo commits and a colleague reviews.
 
-The file has two halves. What the plan *is* (mesh, rules, specs, constraints): sorted, one leaf a line, regular leaves
-folded into patterns, and byte for byte the same for the same plan. And the evidence, which alone may hold dates,
-seconds and versions, with a checksum of the first half: where that differs, the specs were edited and the numbers are
-stale.
+The file has two halves. What the plan *is* (mesh, rules, specs, constraints): sorted, one leaf a
+line, regular leaves folded into patterns, and byte for byte the same for the same plan. And the
+evidence, which alone may hold dates, seconds and versions, with a checksum of the first half: where
+that differs, the specs were edited and the numbers are stale.
 
-Specs are written as MaxText's golden shardings and orbax write them: for each dimension `null`, `"axis"`, or
-`["axis", "axis"]`. msgspec validates and gives the JSON Schema: it is small, fast and depends on nothing.
+Specs are written as MaxText's golden shardings and orbax write them: for each dimension `null`,
+`"axis"`, or `["axis", "axis"]`. msgspec validates and gives the JSON Schema: it is small, fast and
+depends on nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ SpecEntry = list[str | list[str] | None]
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One leaf: shape, dtype and spec (trailing nulls left out), the role of each dimension, and what the leaf is for.
+    """One leaf: shape, dtype and spec (trailing nulls left out), the role of each dimension, and
+    what the leaf is for.
 
-    `group` is `parameters`, `optimizer` or `data` for arguments, "" for outputs and where it is not known.
+    `group` is `parameters`, `optimizer` or `data` for arguments, "" for outputs and where it is not
+    known.
     """
 
     shape: list[Size]
@@ -47,7 +50,8 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Line(Leaf, frozen=True, forbid_unknown_fields=True):
     """A leaf, or a pattern of leaves, as a line of the file.
 
-    `text` is the spec as Python writes it, `each` the numbers that each `*` of a pattern stands for.
+    `text` is the spec as Python writes it, `each` the numbers that each `*` of a pattern stands
+    for.
     """
 
     text: str = ""
@@ -62,7 +66,9 @@ class MeshEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConstraintEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Equal constraints inside the function, for people: where, on what, and how many (one a layer, say)."""
+    """Equal constraints inside the function, for people: where, on what, and how many (one a layer,
+    say).
+    """
 
     source: str
     primitive: str
@@ -76,7 +82,8 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How it is known that the plan is good. Nothing here changes what the plan is.
 
     Attributes:
-        fingerprint: Of the traced program; stable across processes and machines for one jax version.
+        fingerprint: Of the traced program; stable across processes and machines for one jax
+            version.
         verified: `yes (against ...)` or `no (reason)`.
         versions: Of autoshard and jax when it was written.
         checksum: Of mesh, rules, constraints and leaves when it was written; "" where none was.
@@ -85,7 +92,8 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         when: Date and time (UTC) of the search; "" if there was none.
         search_s: How long the search took.
         primitives: How often each primitive occurs in the program.
-        candidates: One record a candidate; every number stands under predicted, partitioned, compiled or measured.
+        candidates: One record a candidate; every number stands under predicted, partitioned,
+            compiled or measured.
     """
 
     fingerprint: str
@@ -126,7 +134,8 @@ class SpecTable(msgspec.Struct, frozen=True):
         inputs: Argument leaves by path.
         outputs: Output leaves by path.
         inside: The constraints put inside the function.
-        outputs_like: Output subtrees written down as "like that input subtree": `{"out/0": "params"}`.
+        outputs_like: Output subtrees written down as "like that input subtree": `{"out/0":
+            "params"}`.
         evidence: How it is known to be good.
     """
 
@@ -145,7 +154,8 @@ class SpecTable(msgspec.Struct, frozen=True):
         """Reads and validates a table, of this schema or an older one.
 
         Raises:
-            TableError: If the file is missing, is no JSON, or is no table of a known schema; the place is named.
+            TableError: If the file is missing, is no JSON, or is no table of a known schema; the
+                place is named.
         """
         return SpecTable.loads(read_text(path), shown(path))
 
@@ -157,18 +167,30 @@ class SpecTable(msgspec.Struct, frozen=True):
             TableError: As `load`.
         """
         data = to_current(parse(text, where), where)
-        leaves = {name: _read_leaves(name, object_at(data, name, where), where, text) for name in ("inputs", "outputs")}
+        leaves = {
+            name: _read_leaves(name, object_at(data, name, where), where, text)
+            for name in ("inputs", "outputs")
+        }
         file: TableFile = convert({**data, "inputs": {}, "outputs": {}}, TableFile, where, "", text)
         if file.constraints not in ("anchors", "arguments"):
             raise refusal("Expected 'anchors' or 'arguments'", where, "constraints", text)
         if len(file.mesh.types) != len(file.mesh.axes):
-            raise refusal(f"mesh has {len(file.mesh.axes)} axes but {len(file.mesh.types)} types", where, "mesh", text)
+            raise refusal(
+                f"mesh has {len(file.mesh.axes)} axes but {len(file.mesh.types)} types",
+                where,
+                "mesh",
+                text,
+            )
         likes: dict[str, Leaf] = {}
         for prefix, source in file.outputs_like.items():
             below = {p: leaf for p, leaf in leaves["inputs"].items() if p.startswith(f"{source}/")}
             if not below:
-                raise refusal(f"no input leaf lies below {source!r}", where, f"outputs_like['{prefix}']", text)
-            likes |= {prefix + path.removeprefix(source): _as_output(leaf) for path, leaf in below.items()}
+                raise refusal(
+                    f"no input leaf lies below {source!r}", where, f"outputs_like['{prefix}']", text
+                )
+            likes |= {
+                prefix + path.removeprefix(source): _as_output(leaf) for path, leaf in below.items()
+            }
         return SpecTable(
             function=file.function,
             mesh=file.mesh,
@@ -182,10 +204,14 @@ class SpecTable(msgspec.Struct, frozen=True):
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the table; the directory is made if it does not exist, and the file appears whole or not at all."""
+        """Writes the table; the directory is made if it does not exist, and the file appears whole
+        or not at all.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")  # others may save the same at this time
+        draft = target.with_name(
+            f"{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+        )  # others may save the same at this time
         draft.write_text(self.dumps(), encoding="utf-8")
         draft.replace(target)
 
@@ -193,7 +219,9 @@ class SpecTable(msgspec.Struct, frozen=True):
         """The text of the file: one leaf or pattern, rule, constraint or candidate a line."""
         known = {path: _as_output(leaf) for path, leaf in self.inputs.items()}
         likes = {
-            prefix: source for prefix, source in self.outputs_like.items() if alike(self.outputs, prefix, known, source)
+            prefix: source
+            for prefix, source in self.outputs_like.items()
+            if alike(self.outputs, prefix, known, source)
         }
         told = {
             path: leaf
@@ -204,7 +232,9 @@ class SpecTable(msgspec.Struct, frozen=True):
             )
         }
         evidence = {
-            name: value for name, value in msgspec.to_builtins(self.evidence).items() if value not in ("", None)
+            name: value
+            for name, value in msgspec.to_builtins(self.evidence).items()
+            if value not in ("", None)
         }
         fields = {
             "schema": _text(SCHEMA),
@@ -216,19 +246,29 @@ class SpecTable(msgspec.Struct, frozen=True):
             "outputs": _object(fold(told), _line_text),
             "outputs_like": _text(likes),
             "inside": _rows(_text(msgspec.to_builtins(entry)) for entry in self.inside),
-            "evidence": _object(evidence, lambda v: _rows(map(_text, v), 4) if isinstance(v, list) else _text(v)),
+            "evidence": _object(
+                evidence, lambda v: _rows(map(_text, v), 4) if isinstance(v, list) else _text(v)
+            ),
         }
-        return "{\n" + ",\n".join(f"  {_text(name)}: {text}" for name, text in fields.items()) + "\n}\n"
+        return (
+            "{\n"
+            + ",\n".join(f"  {_text(name)}: {text}" for name, text in fields.items())
+            + "\n}\n"
+        )
 
     def checksum(self) -> str:
         """Digest of mesh, rules, constraints and leaves, however they are written down."""
-        parts = msgspec.to_builtins([self.mesh, self.rules, self.constraints, self.inputs, self.outputs])
+        parts = msgspec.to_builtins(
+            [self.mesh, self.rules, self.constraints, self.inputs, self.outputs]
+        )
         text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     @property
     def edited(self) -> bool:
-        """True if specs, rules or mesh were changed after the table was written: its numbers are of another plan."""
+        """True if specs, rules or mesh were changed after the table was written: its numbers are of
+        another plan.
+        """
         return self.evidence.checksum not in ("", self.checksum())
 
     @property
@@ -279,16 +319,26 @@ def _read_leaves(name: str, entries: Mapping[str, Any], where: str, text: str) -
         place = f"{name}['{path}']"
         line: Line = convert(entry, Line, where, place, text)
         if len(line.spec) > len(line.shape) or (line.roles and len(line.roles) != len(line.shape)):
-            raise refusal(f"spec or roles do not fit {len(line.shape)} dimensions", where, place, text)
-        used = [axis for dim in line.spec for axis in ([] if dim is None else [dim] if isinstance(dim, str) else dim)]
+            raise refusal(
+                f"spec or roles do not fit {len(line.shape)} dimensions", where, place, text
+            )
+        used = [
+            axis
+            for dim in line.spec
+            for axis in ([] if dim is None else [dim] if isinstance(dim, str) else dim)
+        ]
         if len(set(used)) < len(used):
             raise refusal("the spec uses a mesh axis twice", where, place, text)
         if line.text and line.text != spec_text(line.spec):
             raise refusal(
-                f"the text {line.text} says otherwise than the spec, {spec_text(line.spec)} (write both alike, or "
+                f"the text {line.text} says otherwise than the spec, {spec_text(line.spec)} (write "
+                f"both alike, or "
                 f"leave the text out)", where, place, text,
             )  # fmt: skip
-        lines[path] = (tuple(line.each), Leaf(line.shape, line.dtype, line.spec, line.roles, line.group))
+        lines[path] = (
+            tuple(line.each),
+            Leaf(line.shape, line.dtype, line.spec, line.roles, line.group),
+        )
     try:
         return unfold(lines)
     except ValueError as error:
@@ -297,7 +347,12 @@ def _read_leaves(name: str, entries: Mapping[str, Any], where: str, text: str) -
 
 def _line_text(line: tuple[Each, Leaf]) -> str:
     each, leaf = line
-    fields: dict[str, Any] = {"spec": leaf.spec, "text": spec_text(leaf.spec), "shape": leaf.shape, "dtype": leaf.dtype}
+    fields: dict[str, Any] = {
+        "spec": leaf.spec,
+        "text": spec_text(leaf.spec),
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+    }
     fields |= {"roles": leaf.roles} if leaf.roles else {}
     fields |= {"group": leaf.group} if leaf.group else {}
     return _text(fields | ({"each": list(each)} if each else {}))
@@ -315,13 +370,21 @@ def _braced(rows: Sequence[str], braces: str, indent: int) -> str:
     if not rows:
         return braces
     margin = " " * indent
-    return braces[0] + "\n" + ",\n".join(f"{margin}  {row}" for row in rows) + f"\n{margin}{braces[1]}"
+    return (
+        braces[0] + "\n" + ",\n".join(f"{margin}  {row}" for row in rows) + f"\n{margin}{braces[1]}"
+    )
 
 
 def _text(value: Any) -> str:
-    """JSON on one line; what is not printable is escaped, so that looking at the file does nothing to a terminal."""
+    """JSON on one line; what is not printable is escaped, so that looking at the file does nothing
+    to a terminal.
+    """
     text = json.dumps(_rounded(value), ensure_ascii=False)
-    return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -341,7 +404,9 @@ def spec_to_entry(spec: Spec) -> SpecEntry:
     >>> spec_to_entry((("data",), (), ("fsdp", "model"), ()))
     ['data', None, ['fsdp', 'model']]
     """
-    entry: SpecEntry = [None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in spec]
+    entry: SpecEntry = [
+        None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in spec
+    ]
     while entry and entry[-1] is None:
         entry.pop()
     return entry
@@ -358,4 +423,6 @@ def spec_text(entry: SpecEntry) -> str:
     >>> spec_text(["data", None, ["fsdp", "model"]])
     "P('data', None, ('fsdp', 'model'))"
     """
-    return f"P({', '.join(repr(tuple(axes) if isinstance(axes, list) else axes) for axes in entry)})"
+    return (
+        f"P({', '.join(repr(tuple(axes) if isinstance(axes, list) else axes) for axes in entry)})"
+    )

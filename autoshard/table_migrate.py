@@ -1,4 +1,6 @@
-"""Tables of older schema versions, brought to the current one; golden files of each version are kept in the tests."""
+"""Tables of older schema versions, brought to the current one; golden files of each version are
+kept in the tests.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,22 @@ def to_current(data: dict[str, Any], where: str) -> dict[str, Any]:
     schema = data.get("schema")
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
         raise TableError(
-            f"{where}: is no spec table: it has no field `schema` that is a positive number. Check the path."
+            f"{where}: is no spec table: it has no field `schema` that is a positive number. Check "
+            f"the path."
         )
     if schema > SCHEMA:
-        raise TableError(f"{where}: has schema {schema}, this autoshard reads schema 1 to {SCHEMA}. Upgrade autoshard.")
+        raise TableError(
+            f"{where}: has schema {schema}, this autoshard reads schema 1 to {SCHEMA}. Upgrade "
+            f"autoshard."
+        )
     return _from_1(data) if schema == 1 else data
 
 
 def _from_1(data: dict[str, Any]) -> dict[str, Any]:
     """Schema 1 had what is evidence beside the specs, no checksum, no patterns and no roles."""
-    evidence: dict[str, Any] = {name: data[name] for name in ("fingerprint", "versions", "verified") if name in data}
+    evidence: dict[str, Any] = {
+        name: data[name] for name in ("fingerprint", "versions", "verified") if name in data
+    }
     specs: dict[str, Any] = {name: value for name, value in data.items() if name not in evidence}
     evidence["candidates"] = data.get("evidence", [])
     return {"inside": [], **specs, "schema": SCHEMA, "outputs_like": {}, "evidence": evidence}

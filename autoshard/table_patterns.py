@@ -1,9 +1,10 @@
-"""How regular leaves fold into patterns, and back: 32 unrolled layers are a few lines, not a few hundred.
+"""How regular leaves fold into patterns, and back: 32 unrolled layers are a few lines, not a few
+hundred.
 
-A pattern is a leaf path in which `*` stands for a number (`params/layers/*/wq`), with the numbers it stands for
-(`"0-31"`, or `"0-6,8-31"`). Where two lines speak of one leaf, the one with fewer `*` decides, so an exception is a
-line of its own and the pattern stays as it is. Folding is checked by unfolding: what does not come back exactly is not
-folded.
+A pattern is a leaf path in which `*` stands for a number (`params/layers/*/wq`), with the numbers
+it stands for (`"0-31"`, or `"0-6,8-31"`). Where two lines speak of one leaf, the one with fewer `*`
+decides, so an exception is a line of its own and the pattern stays as it is. Folding is checked by
+unfolding: what does not come back exactly is not folded.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def path_key(path: str) -> list[tuple[int, int, str]]:
-    """Sorting key of leaf paths: part by part, numbers by size, `*` before the numbers it stands for.
+    """Sorting key of leaf paths: part by part, numbers by size, `*` before the numbers it stands
+    for.
 
     >>> sorted(["w/10", "w/9", "w/*", "v"], key=path_key)
     ['v', 'w/*', 'w/9', 'w/10']
     """
     parts = path.split("/")
-    return [(1, int(p), p) if p.isdecimal() and p.isascii() else (0 if p == "*" else 2, 0, p) for p in parts]
+    return [
+        (1, int(p), p) if p.isdecimal() and p.isascii() else (0 if p == "*" else 2, 0, p)
+        for p in parts
+    ]
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -66,7 +71,9 @@ def ranges_of(text: str) -> list[range]:
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first or (runs and first <= runs[-1][-1]):
-            raise ValueError(f"the numbers of {text[:40]!r} do not rise; write '0-31', or '0-6,8-31'")
+            raise ValueError(
+                f"the numbers of {text[:40]!r} do not rise; write '0-31', or '0-6,8-31'"
+            )
         runs.append(range(first, last + 1))
     return runs
 
@@ -91,24 +98,35 @@ def unfold(lines: Mapping[str, tuple[Each, T]]) -> dict[str, T]:
     """The leaves that lines speak of.
 
     Raises:
-        ValueError: If a pattern is malformed, two speak of one leaf and neither has fewer `*`, or they are too many.
+        ValueError: If a pattern is malformed, two speak of one leaf and neither has fewer `*`, or
+            they are too many.
     """
     found: dict[str, tuple[int, T, str]] = {}
     total = 0
     for path, (each, leaf) in sorted(lines.items(), key=lambda line: len(line[1][0])):
         texts = path.split("*") if each else [path]
         if each and len(texts) != len(each) + 1:
-            raise ValueError(f"{path!r} has {len(texts) - 1} '*', but 'each' has {len(each)} ranges; give one for each")
+            raise ValueError(
+                f"{path!r} has {len(texts) - 1} '*', but 'each' has {len(each)} ranges; give one "
+                f"for each"
+            )
         numbers = [ranges_of(text) for text in each]
         total += math.prod(sum(map(len, runs)) for runs in numbers)
         if total > MAX_LEAVES:
-            raise ValueError(f"{path!r} brings the table to {total} leaves; it may have {MAX_LEAVES} at most")
+            raise ValueError(
+                f"{path!r} brings the table to {total} leaves; it may have {MAX_LEAVES} at most"
+            )
         for chosen in itertools.product(*(itertools.chain(*runs) for runs in numbers)):
-            name = texts[0] + "".join(f"{n}{text}" for n, text in zip(chosen, texts[1:], strict=True))
+            name = texts[0] + "".join(
+                f"{n}{text}" for n, text in zip(chosen, texts[1:], strict=True)
+            )
             if name not in found:
                 found[name] = (len(each), leaf, path)
             elif found[name][0] == len(each) and found[name][1] != leaf:
-                raise ValueError(f"{path!r} and {found[name][2]!r} both speak of {name!r}; give it a line of its own")
+                raise ValueError(
+                    f"{path!r} and {found[name][2]!r} both speak of {name!r}; give it a line of "
+                    f"its own"
+                )
     return {name: leaf for name, (_, leaf, _) in found.items()}
 
 
@@ -145,7 +163,9 @@ def _folded(leaves: Mapping[str, T]) -> dict[str, _Line[T]]:
 def _groups(
     lines: Mapping[_Tokens, _Line[T]], exceptions: set[_Tokens]
 ) -> list[tuple[_Tokens, Each, int, list[tuple[int, _Tokens]]]]:
-    """(template, other ranges, place among them, members) of what may fold, the most lines saved first."""
+    """(template, other ranges, place among them, members) of what may fold, the most lines saved
+    first.
+    """
     groups: dict[tuple[_Tokens, Each, int], list[tuple[int, _Tokens]]] = {}
     for tokens, (each, _) in lines.items():
         if tokens in exceptions:
@@ -172,15 +192,20 @@ def _most_common(leaves: Sequence[T]) -> tuple[T, int]:
     return next(leaf for leaf in leaves if repr(leaf) == text), count
 
 
-def likenesses(outputs: Mapping[str, T], inputs: Mapping[str, T], carried: Mapping[str, str]) -> dict[str, str]:
-    """Output subtrees that have the leaves of an input subtree, most of them equal: `{"out/0": "params"}`.
+def likenesses(
+    outputs: Mapping[str, T], inputs: Mapping[str, T], carried: Mapping[str, str]
+) -> dict[str, str]:
+    """Output subtrees that have the leaves of an input subtree, most of them equal: `{"out/0":
+    "params"}`.
 
-    The outermost ones, of two leaves or more. What differs inside is an exception, with a line of its own.
+    The outermost ones, of two leaves or more. What differs inside is an exception, with a line of
+    its own.
 
     Args:
         outputs: Output leaves by path.
         inputs: Argument leaves by path.
-        carried: Output leaf to the argument leaf that it becomes in the next step; it decides where several are alike.
+        carried: Output leaf to the argument leaf that it becomes in the next step; it decides where
+            several are alike.
     """
     below_outputs, below_inputs = _subtrees(outputs), _subtrees(inputs)
     by_rests: dict[frozenset[str], list[str]] = {}

@@ -1,7 +1,8 @@
-"""Reads the text of a table strictly: what is wrong is said with its place, and nothing hostile gets further.
+"""Reads the text of a table strictly: what is wrong is said with its place, and nothing hostile
+gets further.
 
-JSON allows a key twice, numbers that are none, and nesting without end; a table that people merge by hand and a file
-that somebody else sent may have all of these.
+JSON allows a key twice, numbers that are none, and nesting without end; a table that people merge
+by hand and a file that somebody else sent may have all of these.
 """
 
 from __future__ import annotations
@@ -32,14 +33,20 @@ def read_text(path: str | Path) -> str:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise TableError(f"{shown(path)}: cannot be read ({reason}). Write one with plan.table.save(path).") from None
+        raise TableError(
+            f"{shown(path)}: cannot be read ({reason}). Write one with plan.table.save(path)."
+        ) from None
     if len(data) > MAX_BYTES:
-        raise TableError(f"{shown(path)}: is larger than {MAX_BYTES} bytes, so it is no spec table. Check the path.")
+        raise TableError(
+            f"{shown(path)}: is larger than {MAX_BYTES} bytes, so it is no spec table. Check the "
+            f"path."
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TableError(
-            f"{shown(path)}: is no JSON (byte {error.start} is no UTF-8). Restore it from version control."
+            f"{shown(path)}: is no JSON (byte {error.start} is no UTF-8). Restore it from version "
+            f"control."
         ) from None
 
 
@@ -56,29 +63,38 @@ def parse(text: str, where: str) -> dict[str, Any]:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise TableError(
-                f"{where}: has {shown(twice)!r} twice in one object{_line(text, twice)}, perhaps after a merge. "
+                f"{where}: has {shown(twice)!r} twice in one object{_line(text, twice)}, perhaps "
+                f"after a merge. "
                 f"Keep one."
             )
         return found
 
     def no_number(name: str) -> Any:
-        raise TableError(f"{where}: is no JSON: {name} is no number in it. Restore it from version control.")
+        raise TableError(
+            f"{where}: is no JSON: {name} is no number in it. Restore it from version control."
+        )
 
     try:
         found = json.loads(text, object_pairs_hook=once, parse_constant=no_number)
         text.encode("utf-8")
     except RecursionError:
-        raise TableError(f"{where}: is no spec table: it is nested too deeply. Check the path.") from None
+        raise TableError(
+            f"{where}: is no spec table: it is nested too deeply. Check the path."
+        ) from None
     except json.JSONDecodeError as error:
         raise TableError(
-            f"{where}: is no JSON ({error.msg} in line {error.lineno} column {error.colno}), perhaps cut short. "
+            f"{where}: is no JSON ({error.msg} in line {error.lineno} column {error.colno}), "
+            f"perhaps cut short. "
             f"Restore it from version control."
         ) from None
     except ValueError as error:  # a number of thousands of digits
-        raise TableError(f"{where}: is no spec table: {error}. Restore it from version control.") from None
+        raise TableError(
+            f"{where}: is no spec table: {error}. Restore it from version control."
+        ) from None
     if not isinstance(found, dict):
         raise TableError(
-            f"{where}: is no spec table: Expected `object`, got a JSON {type(found).__name__}. Check the path."
+            f"{where}: is no spec table: Expected `object`, got a JSON {type(found).__name__}. "
+            f"Check the path."
         )
     return found
 
@@ -107,7 +123,8 @@ def refusal(why: str, where: str, place: str, text: str) -> TableError:
     key = place.partition("['")[2].rpartition("']")[0] if place.endswith("']") else place
     at = f" at {shown(place)}" if place else ""
     return TableError(
-        f"{where}: is no spec table: {shown(why)}{at}{_line(text, key)}. Mend it, or restore it from version control."
+        f"{where}: is no spec table: {shown(why)}{at}{_line(text, key)}. Mend it, or restore it "
+        f"from version control."
     )
 
 
@@ -121,7 +138,8 @@ def _line(text: str, key: str) -> str:
 
 
 def shown(value: object) -> str:
-    r"""Text that is safe to print: what a terminal would act on is escaped, and very long text is cut.
+    r"""Text that is safe to print: what a terminal would act on is escaped, and very long text is
+    cut.
 
     >>> shown("w" + chr(27) + "[31m")
     'w\\x1b[31m'

@@ -14,7 +14,15 @@ import msgspec
 from autoshard.dims import NO_AXIS
 from autoshard.layout import Spec
 from autoshard.program import Program, Value
-from autoshard.table import ConstraintEntry, Evidence, Leaf, MeshEntry, SpecTable, by_path, spec_to_entry
+from autoshard.table import (
+    ConstraintEntry,
+    Evidence,
+    Leaf,
+    MeshEntry,
+    SpecTable,
+    by_path,
+    spec_to_entry,
+)
 from autoshard.table_patterns import likenesses
 
 if TYPE_CHECKING:
@@ -32,13 +40,18 @@ def table_of(plan: Plan) -> SpecTable:
     ) -> dict[str, Leaf]:
         found = {}
         for path, value, spec, group in zip(paths, values, specs, groups, strict=True):
-            roles = [None if r == NO_AXIS else names[r] for r in layout.problem.roles.of_value[value.index]]
+            roles = [
+                None if r == NO_AXIS else names[r]
+                for r in layout.problem.roles.of_value[value.index]
+            ]
             found[path] = Leaf(list(value.shape), value.dtype, spec_to_entry(spec), roles, group)
         return by_path(found)
 
     outputs = program.body.outputs
     inputs_by_path = leaves(program.input_paths, program.body.inputs, layout.input_specs(), groups)
-    outputs_by_path = leaves(program.output_paths, outputs, layout.output_specs(), [""] * len(outputs))
+    outputs_by_path = leaves(
+        program.output_paths, outputs, layout.output_specs(), [""] * len(outputs)
+    )
     plain = {path: msgspec.structs.replace(leaf, group="") for path, leaf in inputs_by_path.items()}
     carried = {program.output_paths[o]: program.input_paths[i] for i, o in plan.carry}
     table = SpecTable(
@@ -57,8 +70,14 @@ def table_of(plan: Plan) -> SpecTable:
 
 def _inside(plan: Plan) -> list[ConstraintEntry]:
     """The constraints, equal ones (those of like layers, say) as one entry, by first appearance."""
-    counts = Counter((c.source, c.primitive, c.place, tuple(c.shape), spec_as_text(c.spec)) for c in plan.constraints)
-    return [ConstraintEntry(s, p, place, list(shape), spec, n) for (s, p, place, shape, spec), n in counts.items()]
+    counts = Counter(
+        (c.source, c.primitive, c.place, tuple(c.shape), spec_as_text(c.spec))
+        for c in plan.constraints
+    )
+    return [
+        ConstraintEntry(s, p, place, list(shape), spec, n)
+        for (s, p, place, shape, spec), n in counts.items()
+    ]
 
 
 def _evidence(plan: Plan, checksum: str) -> Evidence:

@@ -1,9 +1,11 @@
-"""Targets: hardware that is not here, as a Mesh that is planned for and compiled for, and never run on.
+"""Targets: hardware that is not here, as a Mesh that is planned for and compiled for, and never run
+on.
 
-A target is named `platform:part:shape`: `tpu:v5e:16x16` (chips; `tpu:v5e:4x4*2` is two slices joined by the data-centre
-network), `gpu:h100:4x8` (hosts x GPUs), `cpu:64`. Its devices are plain values of this module that know their place;
-jax traces and lowers for them as for any device, with nothing installed but jax. Only the process that compiles
-(`compile_worker`) opens the real compilers, through `target_topology`.
+A target is named `platform:part:shape`: `tpu:v5e:16x16` (chips; `tpu:v5e:4x4*2` is two slices
+joined by the data-centre network), `gpu:h100:4x8` (hosts x GPUs), `cpu:64`. Its devices are plain
+values of this module that know their place; jax traces and lowers for them as for any device, with
+nothing installed but jax. Only the process that compiles (`compile_worker`) opens the real
+compilers, through `target_topology`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class Target:
     def __str__(self) -> str:
         grid = "x".join(map(str, self.shape))
         times = f"*{self.slices}" if self.slices > 1 else ""
-        return f"cpu:{grid}" if self.platform == "cpu" else f"{self.platform}:{self.part}:{grid}{times}"
+        return (
+            f"cpu:{grid}"
+            if self.platform == "cpu"
+            else f"{self.platform}:{self.part}:{grid}{times}"
+        )
 
     @property
     def device_count(self) -> int:
@@ -71,7 +77,9 @@ class Target:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a device that a program may use; None where that is no property of the part (CPU)."""
+        """Memory of a device that a program may use; None where that is no property of the part
+        (CPU).
+        """
         if self.platform == "tpu":
             return TPUS[self.part].hbm_bytes
         found = re.search(r"\bdevice_memory_size: (\d+)", self.description)
@@ -87,7 +95,9 @@ class Target:
         if self.platform == "gpu":
             hosts, per_host = self.shape
             return [
-                TargetDevice(self, h * per_host + i, process_index=h) for h in range(hosts) for i in range(per_host)
+                TargetDevice(self, h * per_host + i, process_index=h)
+                for h in range(hosts)
+                for i in range(per_host)
             ]
         if self.platform == "cpu":
             return [TargetDevice(self, i) for i in range(self.shape[0])]
@@ -117,7 +127,8 @@ class _Client:
     def compile_and_load(self, *args: Any, **kwargs: Any) -> Any:
         """What `lowered.compile()` comes to."""
         raise TargetError(
-            f"{self._target} is not here: nothing can be loaded or run on it in this process. autoshard.optimize "
+            f"{self._target} is not here: nothing can be loaded or run on it in this process. "
+            f"autoshard.optimize "
             f"compiles for it in processes of its own, and plan.lower(...) gives the program."
         )
 
@@ -192,38 +203,50 @@ def _tpu(name: str, part: str, shape: tuple[int, ...], slices: int) -> Target:
     if len(shape) != len(facts.largest):
         example = "x".join(["4"] * len(facts.largest))
         raise TargetError(
-            f"target {name!r}: slices of {part} have {len(facts.largest)} dimensions, not {len(shape)}. "
+            f"target {name!r}: slices of {part} have {len(facts.largest)} dimensions, not "
+            f"{len(shape)}. "
             f"Write for example tpu:{part}:{example}."
         )
-    if not slices or not all(shape) or any(size > most for size, most in zip(shape, facts.largest, strict=True)):
+    if (
+        not slices
+        or not all(shape)
+        or any(size > most for size, most in zip(shape, facts.largest, strict=True))
+    ):
         largest = "x".join(map(str, facts.largest))
-        raise TargetError(f"target {name!r}: slices of {part} go up to {largest}, from 1 in each dimension.")
+        raise TargetError(
+            f"target {name!r}: slices of {part} go up to {largest}, from 1 in each dimension."
+        )
     odd = [size for size in shape[:2] if size > 1 and size % 2]
     if odd:
         raise TargetError(
-            f"target {name!r}: hosts have 2x2 chips, which {odd[0]} does not divide by. Use even sizes in the first "
+            f"target {name!r}: hosts have 2x2 chips, which {odd[0]} does not divide by. Use even "
+            f"sizes in the first "
             f"two dimensions."
         )
     return Target("tpu", part, shape, slices)
 
 
 KNOWN = (
-    f"Known are tpu:PART:XxY or XxYxZ with PART one of {', '.join(TPUS)} (chips; *N at the end for N slices), "
+    f"Known are tpu:PART:XxY or XxYxZ with PART one of {', '.join(TPUS)} (chips; *N at the end for "
+    f"N slices), "
     f"gpu:PART:HOSTSxGPUS with PART one of {', '.join(GPUS)} or the path of a description that "
-    f"`autoshard capture-target` wrote, and cpu:DEVICES; for example tpu:v5e:4x4, tpu:v5e:16x16*2, gpu:h100:4x8."
+    f"`autoshard capture-target` wrote, and cpu:DEVICES; for example tpu:v5e:4x4, tpu:v5e:16x16*2, "
+    f"gpu:h100:4x8."
 )
 
 
 def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
     """A mesh over hardware that is not here, for `optimize` and `apply`.
 
-    Nothing is installed or opened: predicting and partitioning work at once. Compiling, which `optimize` does in
+    Nothing is installed or opened: predicting and partitioning work at once. Compiling, which
+        `optimize` does in
     processes of its own, needs the compiler: `pip install 'autoshard[tpu]'` or `'autoshard[gpu]'`.
 
     Args:
-        name: `tpu:v5e:16x16`, `tpu:v5e:4x4*2`, `gpu:h100:4x8` (hosts x GPUs), `gpu:PATH:4x8` (a description written by
-            `autoshard capture-target`), `cpu:64`.
-        mesh: Mesh axes in order, such as `"data=16,model=16"`. Slices, and hosts of GPUs, lie along the first axes.
+        name: `tpu:v5e:16x16`, `tpu:v5e:4x4*2`, `gpu:h100:4x8` (hosts x GPUs), `gpu:PATH:4x8` (a
+            description written by `autoshard capture-target`), `cpu:64`.
+        mesh: Mesh axes in order, such as `"data=16,model=16"`. Slices, and hosts of GPUs, lie along
+            the first axes.
 
     Raises:
         TargetError: If there is no such target, or the mesh does not match it.
@@ -252,14 +275,17 @@ def mesh_on(target_name: str | None, mesh: Mesh | str) -> Mesh | str:
         return mesh
     if not isinstance(mesh, str):
         raise TargetError(
-            f"target={target_name!r} with a mesh that has devices already. Write the mesh as text, such as "
+            f"target={target_name!r} with a mesh that has devices already. Write the mesh as text, "
+            f"such as "
             f"'data=4,model=4', or leave target out."
         )
     return target(target_name, mesh)
 
 
 def _arranged(wanted: Target, axes: Mapping[str, int]) -> NDArray[Any]:
-    """The devices in the shape of the mesh: TPU chips so that neighbours of the mesh are neighbours of the torus."""
+    """The devices in the shape of the mesh: TPU chips so that neighbours of the mesh are neighbours
+    of the torus.
+    """
     devices, shape = wanted.devices(), tuple(axes.values())
     if wanted.platform != "tpu":
         return _grid(devices, shape)
@@ -269,7 +295,8 @@ def _arranged(wanted: Target, axes: Mapping[str, int]) -> NDArray[Any]:
     if size % wanted.slices:
         name = list(axes)[first]
         raise TargetError(
-            f"mesh {_axes_text(axes)}: the {wanted.slices} slices of {wanted} lie along its first axis, {name!r}, "
+            f"mesh {_axes_text(axes)}: the {wanted.slices} slices of {wanted} lie along its first "
+            f"axis, {name!r}, "
             f"whose size {size} they do not divide. Make it a multiple of {wanted.slices}."
         )
     inner = tuple(n // wanted.slices if i == first else n for i, n in enumerate(shape))
@@ -278,7 +305,9 @@ def _arranged(wanted: Target, axes: Mapping[str, int]) -> NDArray[Any]:
 
 
 def _on_torus(chips: list[TargetDevice], shape: tuple[int, ...]) -> NDArray[Any]:
-    found: NDArray[Any] = mesh_utils.create_device_mesh(shape, chips, allow_split_physical_axes=True)
+    found: NDArray[Any] = mesh_utils.create_device_mesh(
+        shape, chips, allow_split_physical_axes=True
+    )
     return found
 
 

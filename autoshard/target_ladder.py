@@ -1,10 +1,10 @@
 """The ladder on a target: predicted, partitioned, compiled quickly, compiled fully; nothing is run.
 
-Each rung cuts the ranked list. The quick level exists for TPUs only (the compiler's optimisation level O0): its memory
-is within -15 % to +1 % of the full level's in a quarter of the time, its estimates of time are useless, so there the
-compute is the model's. At the full level the TPU compiler estimates the cycles of every operation; the GPU and CPU
-compilers never do. Collectives have no estimate anywhere: they are the compiled program's, priced with the hardware's
-links.
+Each rung cuts the ranked list. The quick level exists for TPUs only (the compiler's optimisation
+level O0): its memory is within -15 % to +1 % of the full level's in a quarter of the time, its
+estimates of time are useless, so there the compute is the model's. At the full level the TPU
+compiler estimates the cycles of every operation; the GPU and CPU compilers never do. Collectives
+have no estimate anywhere: they are the compiled program's, priced with the hardware's links.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from autoshard.trial import CompiledEvidence
 Level = Literal["quick", "full"]
 
 QUICK_SLACK = 1.15
-"""At the quick level a program may seem up to this much larger than it is (by the refusal) or smaller (by its peak)."""
+"""At the quick level a program may seem up to this much larger than it is (by the refusal) or
+smaller (by its peak)."""
 
 
 def climb_target(race: Race, proposals: Proposals, effort: Effort, pool: CompilePool) -> Candidate:
@@ -56,7 +57,11 @@ class _Climb:
         race = self.race
         if self._has_quick_level:
             self._compile([c for c in chosen if c.trial.compiled is None], "quick")
-        waiting = [c for c in race.candidates if c.trial.status != "rejected" and (c in chosen or _compiled(c))]
+        waiting = [
+            c
+            for c in race.candidates
+            if c.trial.status != "rejected" and (c in chosen or _compiled(c))
+        ]
         waiting.sort(key=lambda c: c.order)
         left = waiting
         while left:
@@ -71,22 +76,32 @@ class _Climb:
         return self._smallest(effort, proposals)
 
     def _smallest(self, effort: Effort, proposals: Proposals) -> Candidate:
-        """Where nothing that was chosen fits: those of the smallest predicted peak, before saying that none does."""
+        """Where nothing that was chosen fits: those of the smallest predicted peak, before saying
+        that none does.
+        """
         race = self.race
         rest = [c for c in race.candidates if c.trial.status != "rejected" and not _compiled(c)]
         rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
-        smallest = rest[: effort.full] + [c for c in rest[effort.full :] if c.is_preset][: effort.full]
+        smallest = (
+            rest[: effort.full] + [c for c in rest[effort.full :] if c.is_preset][: effort.full]
+        )
         self._compile(smallest, "full")
         fitting = [c for c in smallest if c.trial.status != "rejected" and _compiled(c, "full")]
         if fitting:
             return by_compiled_time(fitting)[0]
         some = any(_compiled(c) for c in race.candidates)
-        raise infeasible(race, proposals, compiled=True) if some or race.refusals else all_rejected(race)
+        raise (
+            infeasible(race, proposals, compiled=True)
+            if some or race.refusals
+            else all_rejected(race)
+        )
 
     @property
     def _has_quick_level(self) -> bool:
         stated = self.race.compiler_options or {}
-        return self.race.prepared.request.mesh.platform == "tpu" and "optimization_level" not in stated
+        return (
+            self.race.prepared.request.mesh.platform == "tpu" and "optimization_level" not in stated
+        )
 
     def _compile(self, candidates: Sequence[Candidate], level: Level) -> None:
         shared = self.race.shared
@@ -94,12 +109,18 @@ class _Climb:
             self._compile_here(candidates, level)
         else:
             shared.each(
-                level, candidates, lambda c: self._compile_here([c], level), needs="compile", stop=self.race.late
+                level,
+                candidates,
+                lambda c: self._compile_here([c], level),
+                needs="compile",
+                stop=self.race.late,
             )
 
     def _compile_here(self, candidates: Sequence[Candidate], level: Level) -> None:
         race, mesh = self.race, self.race.prepared.request.mesh
-        options = dict(race.compiler_options or {}) | (compat.quick_compile_options() if level == "quick" else {})
+        options = dict(race.compiler_options or {}) | (
+            compat.quick_compile_options() if level == "quick" else {}
+        )
         jobs: list[Job] = []
         owners: list[Candidate] = []
         for candidate in candidates:
@@ -130,13 +151,18 @@ class _Climb:
             race.refusals.append(outcome.needed_bytes)
             if outcome.needed_bytes > slack * outcome.available_bytes:
                 needs, has = bytes_text(outcome.needed_bytes), bytes_text(outcome.available_bytes)
-                race.reject(candidate, f"needs {needs} per device (the compiler refuses it), the device has {has}")
+                race.reject(
+                    candidate,
+                    f"needs {needs} per device (the compiler refuses it), the device has {has}",
+                )
             return
         if not isinstance(outcome, Reading):
             race.reject(candidate, f"compilation failed: {outcome.reason}")
             return
         mesh = race.prepared.request.mesh
-        found = priced(outcome, mesh, race.predictor, candidate.proposal.prediction.compute_s, level)
+        found = priced(
+            outcome, mesh, race.predictor, candidate.proposal.prediction.compute_s, level
+        )
         candidate.trial = replace(candidate.trial, status="compiled", compiled=found)
         over = race.over_budget(candidate)
         if over and found.peak_bytes > slack * (race.budget_bytes or 0):
@@ -152,18 +178,24 @@ class _Climb:
 def priced(
     reading: Reading, mesh: MeshInfo, predictor: Predictor, predicted_compute_s: float, level: Level
 ) -> CompiledEvidence:
-    """The evidence of a program compiled for a target; compute is the compiler's own estimate where there is one."""
+    """The evidence of a program compiled for a target; compute is the compiler's own estimate where
+    there is one.
+    """
     clock_hz = mesh.target.clock_hz if mesh.target is not None else None
     if level == "full" and reading.cycles is not None and clock_hz is not None:
         compute_s, own = reading.cycles / clock_hz, True
     else:
         compute_s, own = predicted_compute_s, False
     evidence = evidence_of(reading, mesh, lambda ops: step_s(predictor, compute_s, ops))
-    return replace(evidence, compute_s=compute_s, compute_from="compiler" if own else "predicted", level=level)
+    return replace(
+        evidence, compute_s=compute_s, compute_from="compiler" if own else "predicted", level=level
+    )
 
 
 def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without those that move the same data as an earlier one: compiling takes a minute, and they are as good."""
+    """Without those that move the same data as an earlier one: compiling takes a minute, and they
+    are as good.
+    """
     seen: set[object] = set()
     kept = []
     for candidate in candidates:

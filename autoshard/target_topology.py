@@ -1,7 +1,7 @@
 """The real compilers' view of a target: its devices as `jax.experimental.topologies` gives them.
 
-Opened in the process that compiles (`compile_worker`) only: libtpu and the CUDA plugin are large, write to standard
-error, look for a cloud's metadata server, and abort on what they do not like.
+Opened in the process that compiles (`compile_worker`) only: libtpu and the CUDA plugin are large,
+write to standard error, look for a cloud's metadata server, and abort on what they do not like.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from autoshard.target_parts import TPUS
 
 _EXTRAS = {
     "tpu": ("libtpu", "tpu", "libtpu, about 640 MB, under Google Cloud's own terms"),
-    "gpu": ("jax_cuda12_plugin", "gpu", "jax's CUDA plugin; it needs no driver, no toolkit and no GPU"),
+    "gpu": (
+        "jax_cuda12_plugin",
+        "gpu",
+        "jax's CUDA plugin; it needs no driver, no toolkit and no GPU",
+    ),
 }
 
 
@@ -37,13 +41,16 @@ def require_compiler(target: Target) -> None:
     if not any(importlib.util.find_spec(name) for name in names):
         raise ExtraError(
             f"compiling for {target} needs a compiler that is not installed ({what}). Install it: "
-            f"pip install 'autoshard[{extra}]'. Without it, effort=autoshard.Effort(compiled=0, measured=0) gives the "
+            f"pip install 'autoshard[{extra}]'. Without it, effort=autoshard.Effort(compiled=0, "
+            f"measured=0) gives the "
             f"plan that prediction and the partitioner rank first."
         )
 
 
 def environment(target: Target) -> dict[str, str]:
-    """Variables of a process that compiles for a target: no real accelerator, no look for a cloud around it."""
+    """Variables of a process that compiles for a target: no real accelerator, no look for a cloud
+    around it.
+    """
     if target.platform == "cpu":
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(target.device_count)}
     quiet = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
@@ -86,7 +93,9 @@ def _tpu_options(target: Target) -> Mapping[str, Any]:
 def _options(target: Target) -> Iterator[tuple[str, Any]]:
     x, y = target.shape[:2]
     if TPUS[target.part].megacore:
-        whole = all(size % 4 == 0 for size in target.shape)  # a cube of 4x4x4 and its multiples close to a torus
+        whole = all(
+            size % 4 == 0 for size in target.shape
+        )  # a cube of 4x4x4 and its multiples close to a torus
         yield "chip_config_name", "megacore"
         yield "wrap", (whole,) * 3
     if TPUS[target.part].megacore or min(x, y) == 1:

@@ -28,7 +28,8 @@ class Throughput:
 
     @property
     def efficiency(self) -> float:
-        """Share of work in work and communication: `T_calc / (T_calc + T_comm)`; 1 where neither takes any time.
+        """Share of work in work and communication: `T_calc / (T_calc + T_comm)`; 1 where neither
+        takes any time.
 
         >>> Throughput(step_s=0.5, compute_s=0.375, comm_s=0.125, alone_s=1.5).efficiency
         0.75
@@ -46,7 +47,9 @@ class Throughput:
         return self.alone_s / self.step_s if self.step_s else 1.0
 
     def per_s(self, step_s: float | None = None) -> Iterator[tuple[str, float]]:
-        """Steps a second, and samples where it is known how many a step has; of another word on the step's seconds."""
+        """Steps a second, and samples where it is known how many a step has; of another word on the
+        step's seconds.
+        """
         seconds = max(self.step_s if step_s is None else step_s, 1e-30)
         yield "steps", 1 / seconds
         if self.samples_per_step is not None:
@@ -62,5 +65,7 @@ def checked_samples(samples_per_step: object, where: str = "") -> float | None:
     if samples_per_step is None:
         return None
     if not isinstance(samples_per_step, int | float) or not 0 < samples_per_step < float("inf"):
-        raise ArgumentError(f"{where}samples_per_step={samples_per_step!r}; it must be more than 0, and finite.")
+        raise ArgumentError(
+            f"{where}samples_per_step={samples_per_step!r}; it must be more than 0, and finite."
+        )
     return float(samples_per_step)

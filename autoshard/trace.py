@@ -1,10 +1,11 @@
 """Stage 1: `fn` to a `Program`.
 
-With `compat`, the only module that knows jaxprs. Tracing is abstract (no array is needed) and happens once; every
-candidate is lowered from the same jaxpr, so values that change from trace to trace (checkify codes) cannot look like
-wrong numbers. Before anything else the jaxpr is made *distinct*: plain `jit` calls are inlined and every body gets
-variables of its own, because jax hands the same Jaxpr object to two calls of one helper. `custom_jvp` and `custom_vjp`
-are never inlined: the plan would silently lose its gradient rules.
+With `compat`, the only module that knows jaxprs. Tracing is abstract (no array is needed) and
+happens once; every candidate is lowered from the same jaxpr, so values that change from trace to
+trace (checkify codes) cannot look like wrong numbers. Before anything else the jaxpr is made
+*distinct*: plain `jit` calls are inlined and every body gets variables of its own, because jax
+hands the same Jaxpr object to two calls of one helper. `custom_jvp` and `custom_vjp` are never
+inlined: the plan would silently lose its gradient rules.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
 from autoshard.signature import Call, is_static, leaf_paths
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
-ONE_TO_ONE = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+ONE_TO_ONE = INLINED | {
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
 HOST_EFFECTS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
@@ -35,7 +42,8 @@ class Traced:
     Attributes:
         call: The call it was traced for.
         program: What the other stages see.
-        original: The closed jaxpr as jax traced it, for verification: nothing of ours has touched it.
+        original: The closed jaxpr as jax traced it, for verification: nothing of ours has touched
+            it.
         out_tree: Structure of the outputs, array leaves only.
         static_outputs: Output leaves that are no arrays, by leaf number.
     """
@@ -58,12 +66,18 @@ class Traced:
 
 
 def trace(
-    fn: Callable[..., Any], call: Call, mesh: jax.sharding.Mesh | None = None, *, keep_user_constraints: bool = True
+    fn: Callable[..., Any],
+    call: Call,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    keep_user_constraints: bool = True,
 ) -> Traced:
-    """Traces `fn` for the shapes of `call`, under `mesh` (with Auto axes) so that bare PartitionSpecs in `fn` work.
+    """Traces `fn` for the shapes of `call`, under `mesh` (with Auto axes) so that bare
+    PartitionSpecs in `fn` work.
 
     Raises:
-        TraceError: If jax cannot trace it; the message is jax's own, which plain `jax.jit(fn)` gives as well.
+        TraceError: If jax cannot trace it; the message is jax's own, which plain `jax.jit(fn)`
+            gives as well.
     """
     static_outputs: list[tuple[int, Any]] = []
     out_trees: list[Any] = []
@@ -82,31 +96,42 @@ def trace(
                 out_paths.append(("out", tuple(path)))
         return arrays
 
-    scope = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    scope = (
+        contextlib.nullcontext()
+        if mesh is None
+        else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    )
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         with scope:
             closed = jax.make_jaxpr(flat_fn)(*call.avals)
     except Exception as error:
         raise TraceError(
-            f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: jax.jit({name}) "
+            f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: "
+            f"jax.jit({name}) "
             f"fails as well): {type(error).__name__}: {str(error).strip()}"
         ) from error
     if any(compat.is_ref(const) for const in compat.consts_of(closed)):
         raise TraceError(
-            f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: its state cannot be "
-            "sharded. Pass its value as an argument, make the mutable array inside, and return the new value."
+            f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: "
+            f"its state cannot be "
+            "sharded. Pass its value as an argument, make the mutable array inside, and return the "
+            "new value."
         )
     pure = compat.plain(closed)
     jaxpr = core.ClosedJaxpr(_distinct(pure, keep_user_constraints), compat.consts_of(pure))
     program = _Builder(name, call, leaf_paths(out_paths)).build(jaxpr)
     if mesh is not None and mesh.size > 1:
         _refuse_ordered_effects(program)
-    return Traced(call, program, closed, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves)
+    return Traced(
+        call, program, closed, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves
+    )
 
 
 def effects_of(program: Program) -> tuple[Eqn, ...]:
-    """The equations that do something on the host besides computing their results, those of bodies included."""
+    """The equations that do something on the host besides computing their results, those of bodies
+    included.
+    """
     return tuple(eqn for eqn in program.eqns if eqn.primitive in HOST_EFFECTS)
 
 
@@ -115,18 +140,24 @@ def _refuse_ordered_effects(program: Program) -> None:
         if not eqn.bodies and compat.one_device_only(eqn.origin):
             where = source_line(eqn)
             raise TraceError(
-                f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an ordered effect, and jax "
-                f"runs ordered effects on one device only. Use ordered=False there, or a mesh of one device."
+                f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an "
+                f"ordered effect, and jax "
+                f"runs ordered effects on one device only. Use ordered=False there, or a mesh of "
+                f"one device."
             )
 
 
 def _plain_jit(eqn: Any) -> bool:
-    """True for a call without shardings of the user's own: only then does inlining change nothing."""
+    """True for a call without shardings of the user's own: only then does inlining change
+    nothing.
+    """
     if eqn.primitive.name not in INLINED:
         return False
     jaxpr = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return not compat.consts_of(jaxpr) and all(s is None or compat.is_unspecified(s) for s in shardings)
+    return not compat.consts_of(jaxpr) and all(
+        s is None or compat.is_unspecified(s) for s in shardings
+    )
 
 
 def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
@@ -162,7 +193,9 @@ def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
                 run(inner, inner_env, eqns, placed)
                 for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
-                    env[outer_var] = inner_var if compat.is_literal(inner_var) else inner_env[inner_var]
+                    env[outer_var] = (
+                        inner_var if compat.is_literal(inner_var) else inner_env[inner_var]
+                    )
                 continue
             params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, copy(j)))
             outvars = []
@@ -172,13 +205,17 @@ def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
                 else:
                     env[var] = compat.new_var(var.aval)
                     outvars.append(env[var])
-            eqns.append(placed.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, params=params))
+            eqns.append(
+                placed.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, params=params)
+            )
 
     return copy(closed)
 
 
 def _live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """The equations that an output needs or that have an effect; XLA drops the others, so they must not count."""
+    """The equations that an output needs or that have an effect; XLA drops the others, so they must
+    not count.
+    """
     needed = {v for v in outvars if not compat.is_literal(v)}
     kept = []
     for eqn in reversed(eqns):
@@ -241,7 +278,18 @@ class _Builder:
         bodies = tuple(self._bodies(eqn))
         outputs = tuple(self._value(v, compat.is_drop(v)) for v in eqn.outvars)
         ties, scanned, carries = _ties(eqn, inputs, outputs, bodies)
-        built = Eqn(index, eqn.primitive.name, eqn.params, inputs, outputs, bodies, ties, scanned, carries, eqn)
+        built = Eqn(
+            index,
+            eqn.primitive.name,
+            eqn.params,
+            inputs,
+            outputs,
+            bodies,
+            ties,
+            scanned,
+            carries,
+            eqn,
+        )
         self._eqns[index] = built
         return built
 
@@ -263,13 +311,17 @@ class _Builder:
 _Ties = tuple[tuple[Tie, ...], tuple[Value, ...], tuple[tuple[Value, Value], ...]]
 
 
-def _ties(eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodies: tuple[Body, ...]) -> _Ties:
+def _ties(
+    eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodies: tuple[Body, ...]
+) -> _Ties:
     """Ties, scanned operands and carries of an equation with bodies."""
     if not bodies:
         return (), (), ()
     name = eqn.primitive.name
 
-    def pairs(flow: Flow, outer: Sequence[Value], inner: Sequence[Value], offset: int = 0) -> list[Tie]:
+    def pairs(
+        flow: Flow, outer: Sequence[Value], inner: Sequence[Value], offset: int = 0
+    ) -> list[Tie]:
         return [Tie(o, i, flow, offset) for o, i in zip(outer, inner, strict=True)]
 
     if name == "scan":
@@ -286,7 +338,9 @@ def _ties(eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodie
     if name == "while":
         cond, body = bodies
         c, b = int(eqn.params["cond_nconsts"]), int(eqn.params["body_nconsts"])
-        ties = pairs(Flow.IN, (*inputs[:c], *inputs[c + b :]), cond.inputs) + pairs(Flow.IN, inputs[c:], body.inputs)
+        ties = pairs(Flow.IN, (*inputs[:c], *inputs[c + b :]), cond.inputs) + pairs(
+            Flow.IN, inputs[c:], body.inputs
+        )
         ties += pairs(Flow.OUT, outputs, body.outputs) + pairs(Flow.BACK, outputs, body.inputs[b:])
         ties += pairs(Flow.BACK, outputs, cond.inputs[c:])
         return tuple(ties), (), tuple(zip(body.inputs[b:], body.outputs, strict=True))
@@ -298,18 +352,23 @@ def _ties(eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodie
 
 
 def frames_of(eqn: Eqn) -> tuple[tuple[str, int, int, int, int], ...]:
-    """File, first line and column, last line and column of each call an equation was made in, innermost first.
+    """File, first line and column, last line and column of each call an equation was made in,
+    innermost first.
 
     Frames of jax itself are left out; columns are UTF-8 bytes from 0, as in `ast`.
     """
     from jax._src import source_info_util
 
     frames = source_info_util.user_frames(eqn.origin.source_info.traceback)
-    return tuple((f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in frames)
+    return tuple(
+        (f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in frames
+    )
 
 
 def name_stack_of(eqn: Eqn) -> str:
-    """Name scopes and transformations an equation was made under (`transpose(jvp(loss))/rematted_computation`)."""
+    """Name scopes and transformations an equation was made under
+    (`transpose(jvp(loss))/rematted_computation`).
+    """
     return str(eqn.origin.source_info.name_stack)
 
 

@@ -1,4 +1,6 @@
-"""A candidate and everything known about it. A failure is a value with a reason, never an exception."""
+"""A candidate and everything known about it. A failure is a value with a reason, never an
+exception.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,17 @@ class CompiledEvidence:
         output_bytes: Outputs.
         alias_bytes: Outputs that live in donated arguments.
         temp_bytes: Temporaries.
-        peak_bytes: arguments + outputs - aliases + temporaries on CPU, the compiler's own peak elsewhere.
+        peak_bytes: arguments + outputs - aliases + temporaries on CPU, the compiler's own peak
+            elsewhere.
         full_remat_warnings: "Involuntary full rematerialization" warnings of the partitioner.
         flops: The compiler's count for one device, loop bodies once; 0 where it gives none.
         time_s: Seconds of a step: alpha-beta seconds of the compiled collectives, and `compute_s`.
         compile_s: Seconds it took to compile.
         compute_s: Seconds of compute in `time_s`.
-        compute_from: Whose word that is: the model's (`predicted`) or the compiler's own estimate (`compiler`).
-        level: How far the compiler optimised: `quick` is good for memory and a ranking, `full` is what would run.
+        compute_from: Whose word that is: the model's (`predicted`) or the compiler's own estimate
+            (`compiler`).
+        level: How far the compiler optimised: `quick` is good for memory and a ranking, `full` is
+            what would run.
     """
 
     collectives: tuple[Collective, ...]
@@ -68,12 +73,14 @@ class CompiledEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Outcome of comparing outputs: the largest error over all leaves, relative to each leaf's own tolerance.
+    """Outcome of comparing outputs: the largest error over all leaves, relative to each leaf's own
+    tolerance.
 
     Attributes:
         max_abs_err: Largest absolute difference of any leaf.
         tolerance: Tolerance of the leaf that came closest to (or went furthest over) its own.
-        against: `unsharded function`, or the second layout and the sizes at which the unsharded function ran.
+        against: `unsharded function`, or the second layout and the sizes at which the unsharded
+            function ran.
         leaf: Path of that leaf.
     """
 

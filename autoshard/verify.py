@@ -1,12 +1,14 @@
-"""Stage 9: is it right? Outputs of a layout against those of the unsharded compiled function, from one trace.
+"""Stage 9: is it right? Outputs of a layout against those of the unsharded compiled function, from
+one trace.
 
-What counts as equal follows from the function itself, not from a fixed tolerance. Sharding changes the order of sums,
-so each float leaf may differ by `FACTOR * eps * sqrt(longest sum)` of its own scale, eps that of the float32 in which
-sums are accumulated; by `LOW_FACTOR` roundings to the lowest precision on any path of the program (few enough that a
-sum counted twice is seen in bfloat16 too); and by `DRIFT_FACTOR` times what the *unsharded* function itself changes
-when every float input is moved by one unit in the last place (an optimizer that divides by the root of a tiny second
-moment amplifies rounding, and says so here). Integers and booleans must be equal, except where that same nudge changes
-them (an argmax between near ties).
+What counts as equal follows from the function itself, not from a fixed tolerance. Sharding changes
+the order of sums, so each float leaf may differ by `FACTOR * eps * sqrt(longest sum)` of its own
+scale, eps that of the float32 in which sums are accumulated; by `LOW_FACTOR` roundings to the
+lowest precision on any path of the program (few enough that a sum counted twice is seen in bfloat16
+too); and by `DRIFT_FACTOR` times what the *unsharded* function itself changes when every float
+input is moved by one unit in the last place (an optimizer that divides by the root of a tiny second
+moment amplifies rounding, and says so here). Integers and booleans must be equal, except where that
+same nudge changes them (an argmax between near ties).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from autoshard.trial import Verified
 FACTOR = 16.0
 LOW_FACTOR = 4.0
 COARSEST = 0.25
-"""However low the precision (float8_e5m2 has an epsilon of 0.25), a lost shard or a sum counted twice must be seen."""
+"""However low the precision (float8_e5m2 has an epsilon of 0.25), a lost shard or a sum counted
+twice must be seen."""
 DRIFT_FACTOR = 4.0
 NUDGES = 3
 
@@ -43,7 +46,8 @@ class Reference:
 
     Attributes:
         outputs: By output leaf, as NumPy.
-        unstable: By output leaf of integers, where the nudges changed it; None where they did not, and for floats.
+        unstable: By output leaf of integers, where the nudges changed it; None where they did not,
+            and for floats.
         tolerance: By output leaf, absolute.
         against: What the outputs are of.
         paths: Leaf paths of the outputs.
@@ -63,7 +67,10 @@ class Reference:
             self.paths, self.outputs, outputs, self.tolerance, self.unstable, strict=True
         ):
             error = max(
-                (_error(want[at], piece, None if unstable is None else unstable[at]) for at, piece in pieces_of(got)),
+                (
+                    _error(want[at], piece, None if unstable is None else unstable[at])
+                    for at, piece in pieces_of(got)
+                ),
                 default=0.0,
             )
             here = error / tolerance if tolerance > 0 else (math.inf if error > 0 else 0.0)
@@ -74,7 +81,9 @@ class Reference:
 
 
 def pieces_of(leaf: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """(index, value) of the pieces of a leaf that this process has: the whole, or its shards where others have some."""
+    """(index, value) of the pieces of a leaf that this process has: the whole, or its shards where
+    others have some.
+    """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         yield ..., to_numpy(leaf)
         return
@@ -101,7 +110,9 @@ def to_numpy(leaf: Any) -> np.ndarray:
 
 
 def _error(want: np.ndarray, got: np.ndarray, unstable: np.ndarray | None) -> float:
-    """Largest difference; inf where shapes or NaNs disagree. Where `unstable` is True an integer may differ."""
+    """Largest difference; inf where shapes or NaNs disagree. Where `unstable` is True an integer
+    may differ.
+    """
     if want.shape != got.shape:
         return math.inf
     if not want.size:
@@ -120,7 +131,9 @@ def _error(want: np.ndarray, got: np.ndarray, unstable: np.ndarray | None) -> fl
         return math.inf
     accurate: Any = np.complex128 if np.iscomplexobj(want) else np.float64
     with np.errstate(invalid="ignore"):
-        return float(np.where(both, np.abs(want.astype(accurate) - got.astype(accurate)), 0.0).max())
+        return float(
+            np.where(both, np.abs(want.astype(accurate) - got.astype(accurate)), 0.0).max()
+        )
 
 
 def epsilon_of(axes: LogicalAxes) -> float:
@@ -145,13 +158,19 @@ def longest_sum(axes: LogicalAxes) -> int:
         rule = axes.rules[eqn.index]
         if rule.combine == PICK:
             continue
-        terms = math.prod(size for (_, size), kind in zip(loops, rule.kinds, strict=True) if kind is LoopKind.REDUCED)
+        terms = math.prod(
+            size
+            for (_, size), kind in zip(loops, rule.kinds, strict=True)
+            if kind is LoopKind.REDUCED
+        )
         longest = max(longest, terms)
     return longest
 
 
 def rounding_of(axes: LogicalAxes) -> float:
-    """How far outputs may differ because sums are taken in another order, relative to their scale."""
+    """How far outputs may differ because sums are taken in another order, relative to their
+    scale.
+    """
     eps, single = epsilon_of(axes), epsilon("float32")
     low = min(LOW_FACTOR * eps, COARSEST) if eps > single else 0.0
     return FACTOR * min(eps, single) * math.sqrt(longest_sum(axes)) + low
@@ -175,9 +194,9 @@ class Trusted:
 def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
     """The unsharded function on one device, from the jaxpr that jax traced.
 
-    A function that names several devices itself (a nested jit with shardings, a shard_map) cannot run on one; then it
-    is the function as it stands, with replicated arguments. The user's constraints, and prints and callbacks that
-    return nothing, are left out.
+    A function that names several devices itself (a nested jit with shardings, a shard_map) cannot
+    run on one; then it is the function as it stands, with replicated arguments. The user's
+    constraints, and prints and callbacks that return nothing, are left out.
     """
     run = jax.jit(as_function(as_reference(traced.original), traced.program.name))
     count = len(inputs.call.avals)
@@ -187,7 +206,9 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
     except ValueError:
         if len(mesh.processes) > 1:  # so that every process has the whole outputs
             run = jax.jit(run, out_shardings=NamedSharding(mesh.auto, PartitionSpec()))
-        return Trusted(run, (NamedSharding(mesh.auto, PartitionSpec()),) * count, "replicated function")
+        return Trusted(
+            run, (NamedSharding(mesh.auto, PartitionSpec()),) * count, "replicated function"
+        )
     return Trusted(run, alone, "unsharded function")
 
 
@@ -212,23 +233,36 @@ def reference_of(trusted: Trusted, axes: LogicalAxes, inputs: Inputs) -> Referen
         drift = [_error(want, other[i], None) for other in nudged]
         drift = [d for d in drift if math.isfinite(d)]
         unstable.append(None)
-        tolerances.append(rounding * scale + DRIFT_FACTOR * max(drift, default=0.0) + float(np.finfo(np.float32).tiny))
+        tolerances.append(
+            rounding * scale
+            + DRIFT_FACTOR * max(drift, default=0.0)
+            + float(np.finfo(np.float32).tiny)
+        )
     paths = axes.program.output_paths
     return Reference(tuple(outputs), tuple(unstable), tuple(tolerances), trusted.against, paths)
 
 
-def _nudged(run: Callable[..., Sequence[Any]], inputs: Inputs, shardings: Sequence[Any], seed: int) -> list[np.ndarray]:
-    """Outputs with each element of every float input moved by -1, 0 or +1 units in the last place."""
+def _nudged(
+    run: Callable[..., Sequence[Any]], inputs: Inputs, shardings: Sequence[Any], seed: int
+) -> list[np.ndarray]:
+    """Outputs with each element of every float input moved by -1, 0 or +1 units in the last
+    place.
+    """
     rng = np.random.default_rng(seed)
     leaves: list[jax.Array] = []
     for leaf in inputs.place(shardings):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             scale = 1.0 + epsilon(leaf.dtype) * rng.integers(-1, 2, leaf.shape)
             moved = [
-                jax.device_put((np.asarray(s.data).astype(np.float64) * scale[s.index]).astype(leaf.dtype), s.device)
+                jax.device_put(
+                    (np.asarray(s.data).astype(np.float64) * scale[s.index]).astype(leaf.dtype),
+                    s.device,
+                )
                 for s in leaf.addressable_shards
             ]
-            leaves.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved))
+            leaves.append(
+                jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved)
+            )
         else:
             leaves.append(leaf)
     return [to_numpy(out) for out in run(*leaves)]

@@ -1,14 +1,17 @@
-"""What differs between XLA's backends where memory and collectives are concerned: mechanisms, not factors.
+"""What differs between XLA's backends where memory and collectives are concerned: mechanisms, not
+factors.
 
 XLA:CPU as of jax 0.10 and 0.12, read off its buffer assignments and schedules (`--xla_dump_to`):
 
-- its scheduler runs whatever is ready first in, first out (breadth first), so that thunks can run concurrently;
+- its scheduler runs whatever is ready first in, first out (breadth first), so that thunks can run
+  concurrently;
 - a reduction is a library call that reads its operand from memory, as a contraction does;
-- it has no reduce_scatter: all_reduce, then a slice; and no pass that joins an all_reduce of an all_reduce;
+- it has no reduce_scatter: all_reduce, then a slice; and no pass that joins an all_reduce of an
+  all_reduce;
 - all_reduces over the same groups that do not need each other are combined, whatever their size.
 
-The GPU and TPU compilers schedule for low memory, which the order of the program comes close to, fuse elementwise
-producers into reductions, and have a reduce_scatter.
+The GPU and TPU compilers schedule for low memory, which the order of the program comes close to,
+fuse elementwise producers into reductions, and have a reduce_scatter.
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ class Backend:
     Attributes:
         name: For people.
         has_reduce_scatter: False where it becomes all_reduce and a slice.
-        folds_all_reduces: True where sums over several mesh axes are one all_reduce; False: the partitioner adds the
-            partial results of a contraction loop by loop, and nothing joins its all_reduces.
-        breadth_first: True where equations run as soon as their operands are there; False: in program order.
+        folds_all_reduces: True where sums over several mesh axes are one all_reduce; False: the
+            partitioner adds the partial results of a contraction loop by loop, and nothing joins
+            its all_reduces.
+        breadth_first: True where equations run as soon as their operands are there; False: in
+            program order.
         fuses_into_reductions: True where a reduction computes what it reads on the fly.
-        copies_transposed: True where a contraction wants its operands with the contracted dimension in place (last on
-            the left, first on the right), and gets a copy otherwise.
-        instruction_fusion: True where XLA's InstructionFusion decides: nothing fuses that would have to be computed at
-            many indices, and a cheap stored result is computed again by its elementwise readers.
-        combines_sums: True where all_reduces that do not need each other are one operation, so that all they read and
-            write is there at once.
+        copies_transposed: True where a contraction wants its operands with the contracted dimension
+            in place (last on the left, first on the right), and gets a copy otherwise.
+        instruction_fusion: True where XLA's InstructionFusion decides: nothing fuses that would
+            have to be computed at many indices, and a cheap stored result is computed again by its
+            elementwise readers.
+        combines_sums: True where all_reduces that do not need each other are one operation, so that
+            all they read and write is there at once.
         also_fuses: Primitives that fuse beyond `compute.FUSED`.
     """
 

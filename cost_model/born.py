@@ -1,14 +1,14 @@
 """Values that are made as their anchors read them, instead of in their own spec.
 
-Where all constraints on a value say the same, every dimension of it, and nothing else states its spec, the partitioner
-takes the constraint for the value itself. What makes it is split as most of its operands and the result are (constants
-are whole): `where(mask, x, 0)` of two split arrays that a contraction reads whole is made of two gathers, `x * y` of
-one.
+Where all constraints on a value say the same, every dimension of it, and nothing else states its
+spec, the partitioner takes the constraint for the value itself. What makes it is split as most of
+its operands and the result are (constants are whole): `where(mask, x, 0)` of two split arrays that
+a contraction reads whole is made of two gathers, `x * y` of one.
 
 Reference:
-    Shardy, `sdy-apply-sharding-constraints`: the sharding of a constraint goes to its input if the input has none, the
-    constraint is fully closed, and no other constraint on that input differs; `sdy-insert-explicit-reshards`: a
-    majority vote of the operands and results where they disagree.
+    Shardy, `sdy-apply-sharding-constraints`: the sharding of a constraint goes to its input if the
+    input has none, the constraint is fully closed, and no other constraint on that input differs;
+    `sdy-insert-explicit-reshards`: a majority vote of the operands and results where they disagree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Readers = tuple[tuple[Eqn, tuple[int, ...]], ...]
 
 
 def born_values(problem: Problem) -> Mapping[int, Readers]:
-    """By `Value.index`, the anchors that read it (one of each kind) with the loops of its dimensions."""
+    """By `Value.index`, the anchors that read it (one of each kind) with the loops of its
+    dimensions.
+    """
     axes = problem.roles.axes
     stated: set[int] = set(problem.pins)
     made: set[int] = set()
@@ -57,7 +59,9 @@ def born_values(problem: Problem) -> Mapping[int, Readers]:
 
 
 def makers(problem: Problem, born: Mapping[int, Readers]) -> Mapping[int, Value]:
-    """By `Eqn.index`, the result of it that is born, where the work can be split as the result is."""
+    """By `Eqn.index`, the result of it that is born, where the work can be split as the result
+    is.
+    """
     rules = problem.roles.axes.rules
     return {
         eqn.index: eqn.outputs[0]
@@ -75,13 +79,17 @@ class _Alias:
     Attributes:
         own: Its column of the placements, where the readers disagree.
         value: The column of the value.
-        readers: For each reader the column of its work, the dimension of each loop, and the dimensions that it shifts:
-            where its work splits those otherwise than the value is, the value itself is stated.
+        readers: For each reader the column of its work, the dimension of each loop, and the
+            dimensions that it shifts: where its work splits those otherwise than the value is, the
+            value itself is stated.
         sizes: Of the dimensions of the value.
-        then: By dimension of the value, what is split then: itself, or the loop of the equation that makes it.
-        voters: For the equation that makes it: for each operand its column, and the loop of each dimension.
+        then: By dimension of the value, what is split then: itself, or the loop of the equation
+            that makes it.
+        voters: For the equation that makes it: for each operand its column, and the loop of each
+            dimension.
         whole: How many of its operands are constants.
-        cut: Dimensions that what makes the value shifts: where the value is split there, it is stated itself.
+        cut: Dimensions that what makes the value shifts: where the value is split there, it is
+            stated itself.
     """
 
     own: int
@@ -95,9 +103,13 @@ class _Alias:
 
 
 class Columns:
-    """Columns of values and works; those of born values and their makers are numbered on after the placements' own."""
+    """Columns of values and works; those of born values and their makers are numbered on after the
+    placements' own.
+    """
 
-    def __init__(self, problem: Problem, placements: Placements, born: Mapping[int, Readers], max_loops: int) -> None:
+    def __init__(
+        self, problem: Problem, placements: Placements, born: Mapping[int, Readers], max_loops: int
+    ) -> None:
         self._placements = placements
         self._born, self._makers = born, makers(problem, born)
         self._rules = problem.roles.axes.rules
@@ -117,7 +129,11 @@ class Columns:
         """Column of a value."""
         own = self._placements.value_column(value)
         readers = self._born.get(value.index)
-        return own if readers is None else self._number(own, readers, value, tuple(range(len(value.shape))))
+        return (
+            own
+            if readers is None
+            else self._number(own, readers, value, tuple(range(len(value.shape))))
+        )
 
     def work(self, eqn: Eqn) -> int:
         """Column of an equation's loops."""
@@ -131,7 +147,9 @@ class Columns:
                 whole += 1
             elif operand.shape:
                 voters.append((self._placements.value_column(operand), loops))
-        return self._number(own, self._born[value.index], value, rule.results[0], tuple(voters), whole)
+        return self._number(
+            own, self._born[value.index], value, rule.results[0], tuple(voters), whole
+        )
 
     def _number(
         self,
@@ -159,7 +177,11 @@ class Columns:
         if column < self._placements.columns:
             return (column,)
         alias = list(self._numbers)[column - self._placements.columns]
-        return (alias.own, *(work for work, _, _ in alias.readers), *(operand for operand, _ in alias.voters))
+        return (
+            alias.own,
+            *(work for work, _, _ in alias.readers),
+            *(operand for operand, _ in alias.voters),
+        )
 
     def placed(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, NDArray[np.int8]]:
         """[n, axes] dimensions, and [n] orders, of one column for each entry."""
@@ -173,7 +195,9 @@ class Columns:
         placed, order = self._base(at, columns)
         alias, at = alias[following], at[following]
         target, target_order, agreed = self._agreed(tables, alias, at, tables.value[alias])
-        split = np.take_along_axis(tables.then[alias], target.astype(np.int64), axis=1)  # the last is that of -1
+        split = np.take_along_axis(
+            tables.then[alias], target.astype(np.int64), axis=1
+        )  # the last is that of -1
         agreed &= self._won(tables, alias, at, split, placed[following])
         placed[following] = np.where(agreed[:, None], split, placed[following])
         order[following] = np.where(agreed, target_order, order[following])
@@ -182,7 +206,9 @@ class Columns:
     def _agreed(
         self, tables: _Tables, alias: Array, at: NDArray[np.int32], value: Array
     ) -> tuple[Placed, Placed, NDArray[np.bool_]]:
-        """The spec that the first reader wants, its order, and whether all want it, closed, and it fits."""
+        """The spec that the first reader wants, its order, and whether all want it, closed, and it
+        fits.
+        """
         agreed = np.ones(len(alias), dtype=bool)
         target, target_order = np.zeros((0, 0), dtype=np.int8), np.zeros(0, dtype=np.int8)
         own, own_order = self._base(at, value)
@@ -192,13 +218,20 @@ class Columns:
             work, work_order = self._base(at, np.maximum(tables.works[alias, r], 0))
             loops = np.where(work >= 0, work, -1).astype(np.int64)
             spec = np.take_along_axis(tables.dims[alias, r], loops, axis=1)
-            shifted = [np.take_along_axis(tables.shifted[alias, r], s.astype(np.int64), axis=1) for s in (spec, own)]
+            shifted = [
+                np.take_along_axis(tables.shifted[alias, r], s.astype(np.int64), axis=1)
+                for s in (spec, own)
+            ]
             stated = ((spec != own) & (shifted[0] | shifted[1] | cut)).any(axis=1)
             spec = np.where(stated[:, None], own, spec)
             work_order = np.where(stated, own_order, work_order)
             if r == 0:
                 target, target_order = spec, work_order
-            same = (spec == target).all(axis=1) & (work_order == target_order) & (work != OPEN).all(axis=1)
+            same = (
+                (spec == target).all(axis=1)
+                & (work_order == target_order)
+                & (work != OPEN).all(axis=1)
+            )
             agreed &= ~there | same
         pieces = np.ones((len(alias), tables.sizes.shape[1]), dtype=np.int64)
         for axis, size in enumerate(self._placements.sizes):
@@ -210,7 +243,9 @@ class Columns:
     def _won(
         self, tables: _Tables, alias: Array, at: NDArray[np.int32], split: Placed, work: Placed
     ) -> NDArray[np.bool_]:
-        """Whether at least as many operands and results are split as the born result is as are split as the work is."""
+        """Whether at least as many operands and results are split as the born result is as are
+        split as the work is.
+        """
         votes = 1 + tables.whole[alias]
         for v in range(tables.voters.shape[1]):
             there = tables.voters[alias, v] >= 0
@@ -218,7 +253,9 @@ class Columns:
             loops = tables.loops[alias, v]
             spec = np.take_along_axis(loops, np.where(spec >= 0, spec, -1).astype(np.int64), axis=1)
             for born, sign in ((split, 1), (work, -1)):
-                mine = (loops[:, None, :] == born[:, :, None]).any(axis=2) & (born >= 0)  # of its own dimensions
+                mine = (loops[:, None, :] == born[:, :, None]).any(axis=2) & (
+                    born >= 0
+                )  # of its own dimensions
                 votes += sign * (there & (np.where(mine, born, -1) == spec).all(axis=1))
         return votes >= 0
 
@@ -236,7 +273,9 @@ class Columns:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Tables:
-    """Aliases as arrays, one row each, padded with -1; the last loop or dimension is that of nothing."""
+    """Aliases as arrays, one row each, padded with -1; the last loop or dimension is that of
+    nothing.
+    """
 
     own: Array
     value: Array

@@ -1,12 +1,15 @@
-"""What values inherit from their neighbours: where nothing is stated, the partitioner carries a split on.
+"""What values inherit from their neighbours: where nothing is stated, the partitioner carries a
+split on.
 
-Arguments, outputs, loop carries and what anchors read and write are stated (see `constrain`); any other value is open.
-The partitioner hands a split from one open value to the next, both ways, along dimensions that run over the same loop,
-also where a window shifts it. So an open value is split as its own roles say, and over each other
-mesh axis as something stated at the border of its region is, one of another role for instance.
+Arguments, outputs, loop carries and what anchors read and write are stated (see `constrain`); any
+other value is open. The partitioner hands a split from one open value to the next, both ways, along
+dimensions that run over the same loop, also where a window shifts it. So an open value is split as
+its own roles say, and over each other mesh axis as something stated at the border of its region is,
+one of another role for instance.
 
 Reference:
-    Shardy, `sdy-user-priority-propagate`: aggressive propagation, factors of kind pass-through and permutation.
+    Shardy, `sdy-user-priority-propagate`: aggressive propagation, factors of kind pass-through and
+    permutation.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ STATED = ANCHORS | CUT_KERNELS | SHIFTS
 _CARRIES_ON = (LoopKind.PASS, LoopKind.PERMUTED)
 
 Borrowed = tuple[tuple[int, int, int], ...]
-"""Entries (column of the placements, its dimension or loop, own dimension): that one's mesh axes are taken on here."""
+"""Entries (column of the placements, its dimension or loop, own dimension): that one's mesh axes
+are taken on here."""
 
 
 def borrowed(problem: Problem, placements: Placements) -> list[Borrowed]:
@@ -42,7 +46,9 @@ class _Regions:
         self._problem = problem
         self._placements = placements
         program = problem.program
-        self._first = np.concatenate([[0], np.cumsum([len(v.shape) for v in program.values])]).astype(np.int64)
+        self._first = np.concatenate(
+            [[0], np.cumsum([len(v.shape) for v in program.values])]
+        ).astype(np.int64)
         self._open = self._find_open()
 
     def _find_open(self) -> list[bool]:
@@ -74,11 +80,19 @@ class _Regions:
                 if column is None:
                     self._meet(members, edges, borders)
                 else:
-                    borders += [(self._node(v, d), (column, loop)) for v, d in members if self._open[v.index]]
+                    borders += [
+                        (self._node(v, d), (column, loop))
+                        for v, d in members
+                        if self._open[v.index]
+                    ]
         count = int(self._first[-1])
         ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
-        graph = coo_array((np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count))
-        region = connected_components(graph, directed=False)[1] if count else np.zeros(0, dtype=np.int64)
+        graph = coo_array(
+            (np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count)
+        )
+        region = (
+            connected_components(graph, directed=False)[1] if count else np.zeros(0, dtype=np.int64)
+        )
         stated: dict[int, dict[tuple[int, int], None]] = {}
         for node, border in borders:
             stated.setdefault(int(region[node]), {})[border] = None
@@ -97,7 +111,9 @@ class _Regions:
         return [of(value) if self._open[value.index] else () for value in program.values]
 
     def _members(self, eqn: Eqn) -> Iterator[tuple[int, list[tuple[Value, int]]]]:
-        """(loop, dimensions of operands and results that run over it), where a split is carried on."""
+        """(loop, dimensions of operands and results that run over it), where a split is carried
+        on.
+        """
         rule = self._problem.roles.axes.rules[eqn.index]
         places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
@@ -132,4 +148,6 @@ class _Regions:
     def _lent(self, own: int, dim: int, border: Iterable[tuple[int, int]]) -> Borrowed:
         """What a dimension of a column may inherit from the border of its region."""
         alike = self._placements.alike
-        return tuple((column, place, dim) for column, place in border if not alike(own, dim, column, place))
+        return tuple(
+            (column, place, dim) for column, place in border if not alike(own, dim, column, place)
+        )

@@ -1,9 +1,11 @@
-"""What a device's memory is for at the peak: parameters, gradients, optimizer state, activations, other.
+"""What a device's memory is for at the peak: parameters, gradients, optimizer state, activations,
+other.
 
-Told from the data flow, never from names. Parameters and optimizer state are the argument leaves of these groups, what
-they become, and what is computed from them alone (casts). A gradient has the logical axes of a parameter (or of one
-layer of a stacked one), in whatever order, and depends on the data. Everything else that depends on the data is an
-activation; the rest, the data themselves, and what a layout gathers or leaves pending, is other.
+Told from the data flow, never from names. Parameters and optimizer state are the argument leaves of
+these groups, what they become, and what is computed from them alone (casts). A gradient has the
+logical axes of a parameter (or of one layer of a stacked one), in whatever order, and depends on
+the data. Everything else that depends on the data is an activation; the rest, the data themselves,
+and what a layout gathers or leaves pending, is other.
 """
 
 from __future__ import annotations
@@ -46,10 +48,15 @@ def purposes(problem: Problem) -> tuple[Purpose, ...]:
     def purpose(value: Value) -> Purpose:
         group = of_input.get(value.index)
         if group is not None:
-            return {Group.PARAMETER: Purpose.PARAMETERS, Group.OPTIMIZER: Purpose.OPTIMIZER}.get(group, Purpose.OTHER)
+            return {Group.PARAMETER: Purpose.PARAMETERS, Group.OPTIMIZER: Purpose.OPTIMIZER}.get(
+                group, Purpose.OTHER
+            )
         if value.index in groups.optimizer_values:
             return Purpose.OPTIMIZER
-        like = bool(value.shape) and tuple(sorted(zip(axes.of_value[value.index], value.shape, strict=True))) in shapes
+        like = (
+            bool(value.shape)
+            and tuple(sorted(zip(axes.of_value[value.index], value.shape, strict=True))) in shapes
+        )
         if like and (value.index in outputs or value.index not in on_data):
             return Purpose.PARAMETERS
         if value.index not in on_data:
@@ -90,11 +97,14 @@ def breakdown(
     purpose = purposes(problem)
     number: dict[tuple[Purpose, float], int] = {}
     columns = [
-        number.setdefault((purpose[v.index], at_peak.share[v.index]), len(number)) for v in problem.program.values
+        number.setdefault((purpose[v.index], at_peak.share[v.index]), len(number))
+        for v in problem.program.values
     ]
     table = memory_table(problem.program, donated, len(number), lambda v: columns[v.index], backend)
     found = dict.fromkeys(Purpose, 0.0)
-    for ((what, share), _), held in zip(number.items(), table.alive_bytes[at_peak.point].tolist(), strict=True):
+    for ((what, share), _), held in zip(
+        number.items(), table.alive_bytes[at_peak.point].tolist(), strict=True
+    ):
         found[what] += held * share
     found[Purpose.OTHER] += at_peak.beside_bytes
     return {what: round(held) for what, held in found.items()}

@@ -1,24 +1,28 @@
-"""Calibration: microbenchmarks on the devices of a mesh, and the rates and links that explain them best.
+"""Calibration: microbenchmarks on the devices of a mesh, and the rates and links that explain them
+best.
 
-    matmul      op_s + flops / rate, for each dtype
-    stream      op_s + bytes / memory rate (one read, one write of each byte)
-    collective  as in `collectives`: steps * alpha + bytes / bandwidth, for each kind over each mesh axis
-    overlap     what an independent matmul and all_reduce take together, against one after the other
+    matmul      op_s + flops / rate, for each dtype stream      op_s + bytes / memory rate (one
+    read, one write of each byte) collective  as in `collectives`: steps * alpha + bytes /
+    bandwidth, for each kind over each mesh axis overlap     what an independent matmul and
+    all_reduce take together, against one after the other
 
-A program repeats its operation within a call for about `CALL_S` seconds, and what a call that does it once takes is
-subtracted. Programs are timed in interleaved rounds, so that a busy moment hits them alike, in fewer of them what is
-long. Where its arguments lie in memory alone makes an operation of microseconds up to twice as slow, the same in every
-round, so they are put in `PLACES` places, a round for each in turn, or in as many as `PLACED_BYTES` a device hold. The
-lowest tenth of the rounds of a place counts, since other work on the machine only ever adds time, and the median over
-the places. Even and odd rounds, each on their own, say how far that can be relied on (`spread`).
+A program repeats its operation within a call for about `CALL_S` seconds, and what a call that does
+it once takes is subtracted. Programs are timed in interleaved rounds, so that a busy moment hits
+them alike, in fewer of them what is long. Where its arguments lie in memory alone makes an
+operation of microseconds up to twice as slow, the same in every round, so they are put in `PLACES`
+places, a round for each in turn, or in as many as `PLACED_BYTES` a device hold. The lowest tenth of
+the rounds of a place counts, since other work on the machine only ever adds time, and the median
+over the places. Even and odd rounds, each on their own, say how far that can be relied on
+(`spread`).
 
-The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that what is off by more
-than `HUBER` counts less. That limit is fixed: one that follows the residuals drops, of the few sizes of a collective,
-now this one and now that.
+The fit is linear least squares on relative residuals with non-negative unknowns, reweighted so that
+what is off by more than `HUBER` counts less. That limit is fixed: one that follows the residuals
+drops, of the few sizes of a collective, now this one and now that.
 
 Reference:
-    Hockney (1994), "The communication challenge for MPP" (alpha-beta); Huber, Ronchetti (2009), "Robust Statistics",
-    section 7.8 (iteratively reweighted least squares); Lawson, Hanson (1974), chapter 23 (non-negative least squares).
+    Hockney (1994), "The communication challenge for MPP" (alpha-beta); Huber, Ronchetti (2009),
+    "Robust Statistics", section 7.8 (iteratively reweighted least squares); Lawson, Hanson (1974),
+    chapter 23 (non-negative least squares).
 """
 
 from __future__ import annotations
@@ -65,10 +69,13 @@ class Sample:
         what: `matmul float32`, `stream`, or a kind of collective.
         mesh_axis: Over which it went, "" for compute.
         group_size: Devices in its group.
-        amount: Flops of a matmul, bytes moved by a stream, the full bytes of a collective; per device.
-        measured_s: Seconds of one operation: of the lowest rounds, median over the places of its arguments.
+        amount: Flops of a matmul, bytes moved by a stream, the full bytes of a collective; per
+            device.
+        measured_s: Seconds of one operation: of the lowest rounds, median over the places of its
+            arguments.
         fitted_s: What the fit says.
-        spread: How far even and odd rounds, each on their own, are apart: 0.1 where the one says 10 % more.
+        spread: How far even and odd rounds, each on their own, are apart: 0.1 where the one says 10
+            % more.
     """
 
     what: str
@@ -106,7 +113,9 @@ class Calibration:
         return {name: statistics.median(found) for name, found in groups.items()}
 
     def spread(self, share: float) -> float:
-        """The spread of the measurements that so large a share of them does not exceed: 0.5 for the median."""
+        """The spread of the measurements that so large a share of them does not exceed: 0.5 for the
+        median.
+        """
         return float(np.quantile([sample.spread for sample in self.samples], share))
 
 
@@ -141,9 +150,13 @@ def calibrate(
         for program, clock in zip(programs, clocks, strict=False)
     ]
     device = mesh.devices.flat[0]
-    hardware = _fit(samples, str(device.device_kind), {str(a): int(n) for a, n in mesh.shape.items()}, dtypes)
+    hardware = _fit(
+        samples, str(device.device_kind), {str(a): int(n) for a, n in mesh.shape.items()}, dtypes
+    )
     if both is not None:
-        hardware = replace(hardware, overlap=_overlap(hardware, samples, clocks[-1].operation_s(), mesh))
+        hardware = replace(
+            hardware, overlap=_overlap(hardware, samples, clocks[-1].operation_s(), mesh)
+        )
     memory = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     if memory:
         hardware = replace(hardware, memory_bytes=int(memory))
@@ -158,10 +171,12 @@ def predicted_s(hardware: Hardware, sample: Sample) -> float:
         return hardware.op_s + sample.amount / hardware.flops_per_s(dtype)
     if family == "stream":
         return hardware.op_s + sample.amount / hardware.memory_bytes_per_s
-    return collective_s(sample.what, int(sample.amount), hardware.link_for(sample.mesh_axis), sample.group_size)
+    return collective_s(
+        sample.what, int(sample.amount), hardware.link_for(sample.mesh_axis), sample.group_size
+    )
 
 
-# The programs --------------------------------------------------------------------------------------------------------
+# The programs -------------------------------------------------------------------------------------
 
 
 Run = Callable[[int, int], Any]
@@ -177,7 +192,9 @@ class _Program:
 
 
 def _repeated(mesh: Mesh, one: Callable[..., Any], specs: Sequence[Any], *args: Any) -> Run:
-    """A compiled program that does `one` so many times on every device; the first argument is carried through."""
+    """A compiled program that does `one` so many times on every device; the first argument is
+    carried through.
+    """
 
     def body(times: Any, x: Any, *rest: Any) -> Any:
         return jax.lax.fori_loop(0, times, lambda _, carry: one(carry, *rest), x)
@@ -201,7 +218,9 @@ def _compute_programs(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[_Program]:
     for dtype in dtypes:
         for rows in MATMUL_ROWS:
             x, w = jnp.ones((mesh.size * rows, rows), dtype), jnp.ones((rows, rows), dtype) / rows
-            run = _repeated(mesh, lambda a, b: (a @ b).astype(a.dtype), (everywhere, PartitionSpec()), x, w)
+            run = _repeated(
+                mesh, lambda a, b: (a @ b).astype(a.dtype), (everywhere, PartitionSpec()), x, w
+            )
             yield _Program(Sample(f"matmul {dtype}", "", 1, 2.0 * rows**3, 0.0), run)
     for size in STREAM_BYTES:
         x = jnp.ones((mesh.size * size // 4,), np.float32)
@@ -235,12 +254,16 @@ def _collective(kind: str, axis: str, n: int) -> Callable[[Any], Any]:
         "reduce_scatter": reduce_scatter,
         "all_reduce": lambda x: jax.lax.psum(x, axis) * (1 / n),
         "all_to_all": lambda x: jax.lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
-        "collective_permute": lambda x: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
+        "collective_permute": lambda x: jax.lax.ppermute(
+            x, axis, [(i, (i + 1) % n) for i in range(n)]
+        ),
     }[kind]
 
 
 def _overlap_program(mesh: Mesh) -> Run | None:
-    """A matmul and an all_reduce that do not depend on each other, over the first mesh axis of more than one device."""
+    """A matmul and an all_reduce that do not depend on each other, over the first mesh axis of more
+    than one device.
+    """
     axis = next((a for a, n in mesh.shape.items() if n > 1), None)
     if axis is None:
         return None
@@ -252,7 +275,10 @@ def _overlap_program(mesh: Mesh) -> Run | None:
         return a @ w, reduce(b)
 
     rows = OVERLAP_ROWS
-    pair = (jnp.ones((mesh.size * rows, rows), np.float32), jnp.ones((mesh.size * OVERLAP_BYTES // 4,), np.float32))
+    pair = (
+        jnp.ones((mesh.size * rows, rows), np.float32),
+        jnp.ones((mesh.size * OVERLAP_BYTES // 4,), np.float32),
+    )
     weight = jnp.ones((rows, rows), np.float32) / rows
     return _repeated(mesh, both, ((everywhere, everywhere), PartitionSpec()), pair, weight)
 
@@ -265,7 +291,9 @@ class _Clock:
         self._rounds: list[tuple[float, float]] = []
 
     def tick(self) -> None:
-        """A round: seconds of a call that does it once, and of one with so many repetitions more."""
+        """A round: seconds of a call that does it once, and of one with so many repetitions
+        more.
+        """
         place = len(self._rounds) % PLACES
         self._rounds.append((self._call_s(1, place), self._call_s(1 + self._repeats, place)))
 
@@ -275,8 +303,12 @@ class _Clock:
         return time.perf_counter() - start
 
     def operation_s(self, rounds: slice = slice(None)) -> float:
-        """Seconds of one operation, from these rounds of each place; at most, where doing it once took as long."""
-        places = [found for place in range(PLACES) if (found := self._rounds[place::PLACES][rounds])]
+        """Seconds of one operation, from these rounds of each place; at most, where doing it once
+        took as long.
+        """
+        places = [
+            found for place in range(PLACES) if (found := self._rounds[place::PLACES][rounds])
+        ]
         once, full = np.median([np.quantile(found, LOWEST, axis=0) for found in places], axis=0)
         return float(full - once if full > once else full) / self._repeats
 
@@ -288,7 +320,9 @@ class _Clock:
 
 
 def _about_s(run: Run) -> float:
-    """Seconds of one operation, from as many repetitions as it takes to tell them from the call itself."""
+    """Seconds of one operation, from as many repetitions as it takes to tell them from the call
+    itself.
+    """
     for repeats in REPEATS:
         clock = _Clock(run, repeats)
         for _ in range(PLACES):
@@ -299,7 +333,9 @@ def _about_s(run: Run) -> float:
 
 
 def _interleaved(runs: Sequence[Run], rounds: int) -> list[_Clock]:
-    """Runs all programs in rounds, with more repetitions of what is short, and in fewer rounds what is long."""
+    """Runs all programs in rounds, with more repetitions of what is short, and in fewer rounds what
+    is long.
+    """
     clocks, skips = [], []
     for run in runs:
         repeats = CALL_S / _about_s(run)
@@ -312,11 +348,14 @@ def _interleaved(runs: Sequence[Run], rounds: int) -> list[_Clock]:
     return clocks
 
 
-# The fit -------------------------------------------------------------------------------------------------------------
+# The fit ------------------------------------------------------------------------------------------
 
 
-def robust_nnls(coefficients: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Non-negative unknowns x with coefficients @ x near the measured values, relative errors, outliers counting less.
+def robust_nnls(
+    coefficients: NDArray[np.float64], measured: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Non-negative unknowns x with coefficients @ x near the measured values, relative errors,
+    outliers counting less.
 
     Args:
         coefficients: [samples, unknowns].
@@ -338,10 +377,14 @@ def robust_nnls(coefficients: NDArray[np.float64], measured: NDArray[np.float64]
     return found
 
 
-def _fit(samples: Sequence[Sample], device_kind: str, mesh_axes: Mapping[str, int], dtypes: Sequence[str]) -> Hardware:
+def _fit(
+    samples: Sequence[Sample], device_kind: str, mesh_axes: Mapping[str, int], dtypes: Sequence[str]
+) -> Hardware:
     compute = [s for s in samples if not s.mesh_axis]
     names = [*(f"matmul {dtype}" for dtype in dtypes), "stream"]
-    rows = np.array([[1.0, *(s.amount if s.what == name else 0.0 for name in names)] for s in compute])
+    rows = np.array(
+        [[1.0, *(s.amount if s.what == name else 0.0 for name in names)] for s in compute]
+    )
     op_s, *inverse = robust_nnls(rows, np.array([s.measured_s for s in compute])).tolist()
     rates = {name: 1.0 / _positive(x, name) for name, x in zip(names, inverse, strict=True)}
     links = {axis: _fit_link(samples, axis) for axis, n in mesh_axes.items() if n > 1}
@@ -352,7 +395,9 @@ def _fit(samples: Sequence[Sample], device_kind: str, mesh_axes: Mapping[str, in
     peaks = {dtype: rates[f"matmul {dtype}"] for dtype in dtypes}
     efficiency = 1.0
     if preset is not None:  # the peak is known: what is measured is the share that is reached
-        efficiency = min(1.0, max(rate / preset.flops_per_s(d) * preset.efficiency for d, rate in peaks.items()))
+        efficiency = min(
+            1.0, max(rate / preset.flops_per_s(d) * preset.efficiency for d, rate in peaks.items())
+        )
     slowest = min(links.values(), key=lambda link: link.bytes_per_s, default=None)
     return Hardware(
         name=f"calibrated {device_kind}",
@@ -384,7 +429,10 @@ def _fit_link(samples: Iterable[Sample], axis: str) -> Link:
 def _fit_alpha_beta(mine: Sequence[Sample], name: str) -> Link:
     """Both alpha and 1 / bandwidth enter the seconds of every collective linearly."""
     step, byte = Link(alpha_s=1.0, bytes_per_s=1e300), Link(alpha_s=0.0, bytes_per_s=1.0)
-    rows = [[collective_s(s.what, int(s.amount), one, s.group_size) for one in (step, byte)] for s in mine]
+    rows = [
+        [collective_s(s.what, int(s.amount), one, s.group_size) for one in (step, byte)]
+        for s in mine
+    ]
     alpha_s, inverse = robust_nnls(np.array(rows), np.array([s.measured_s for s in mine])).tolist()
     return Link(alpha_s, 1.0 / _positive(inverse, name))
 
@@ -392,7 +440,8 @@ def _fit_alpha_beta(mine: Sequence[Sample], name: str) -> Link:
 def _positive(inverse_rate: float, name: str) -> float:
     if not inverse_rate > 1e-18:  # 1e18 bytes or flops a second: nothing is that fast
         raise HardwareError(
-            f"calibration: {name} took the same time whatever the size, so its rate cannot be told. The machine was "
+            f"calibration: {name} took the same time whatever the size, so its rate cannot be "
+            f"told. The machine was "
             f"too busy, or the clock too coarse; calibrate again, with more rounds."
         )
     return inverse_rate
@@ -404,7 +453,14 @@ def _overlap(hardware: Hardware, samples: Sequence[Sample], both_s: float, mesh:
     flops = 2.0 * OVERLAP_ROWS**3
 
     def measured(what: str, where: str, amount: float) -> float:
-        return next(s.measured_s for s in samples if (s.what, s.mesh_axis, s.amount) == (what, where, amount))
+        return next(
+            s.measured_s
+            for s in samples
+            if (s.what, s.mesh_axis, s.amount) == (what, where, amount)
+        )
 
-    calc_s, comm_s = measured("matmul float32", "", flops), measured("all_reduce", axis, float(OVERLAP_BYTES))
+    calc_s, comm_s = (
+        measured("matmul float32", "", flops),
+        measured("all_reduce", axis, float(OVERLAP_BYTES)),
+    )
     return min(1.0, max(0.0, (calc_s + comm_s - both_s) / min(calc_s, comm_s)))

@@ -1,7 +1,8 @@
-"""Classes: equations of the same primitive, shapes and roles, and values that are read in the same ways, counted once.
+"""Classes: equations of the same primitive, shapes and roles, and values that are read in the same
+ways, counted once.
 
-An unrolled model of 32 layers has as many classes as one of 2: a class has a multiplicity, and its cost depends only on
-how the rules split its few signatures.
+An unrolled model of 32 layers has as many classes as one of 2: a class has a multiplicity, and its
+cost depends only on how the rules split its few signatures.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Operand:
         value: The value.
         loops: The loop of each dimension.
         constant: True if it depends on no argument.
-        transfers: How often its bytes go to or from memory for one run (elementwise chains fuse), mean of the class.
+        transfers: How often its bytes go to or from memory for one run (elementwise chains fuse),
+            mean of the class.
     """
 
     value: Value
@@ -74,9 +76,10 @@ class Uses:
         value: One of them.
         readers: (equation, loops of the operand), one per kind of reader.
         members: [values] their `Value.index`.
-        spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind that reads a value.
-        times: How often such a value is moved per call: as often as it is made, never where it depends on no argument,
-            for it is then made as it is read (but takes memory).
+        spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind
+            that reads a value.
+        times: How often such a value is moved per call: as often as it is made, never where it
+            depends on no argument, for it is then made as it is read (but takes memory).
     """
 
     value: Value
@@ -93,7 +96,8 @@ class Classes:
     Attributes:
         works: Classes of equations.
         uses: Classes of values.
-        of_eqn: By `Eqn.index`, the class; -1 for equations with bodies, which cost nothing themselves.
+        of_eqn: By `Eqn.index`, the class; -1 for equations with bodies, which cost nothing
+            themselves.
     """
 
     works: tuple[Work, ...]
@@ -102,7 +106,9 @@ class Classes:
 
 
 class _Builder:
-    def __init__(self, problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]) -> None:
+    def __init__(
+        self, problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]
+    ) -> None:
         self._problem = problem
         self._plans = plans
         self._axes = problem.roles.axes
@@ -114,13 +120,17 @@ class _Builder:
         works: dict[object, list[Eqn]] = {}
         work_times: dict[object, float] = defaultdict(float)
         transfers: dict[object, list[float]] = defaultdict(list)
-        uses: dict[object, list[dict[object, list[tuple[Eqn, tuple[int, ...]]]]]] = defaultdict(list)
+        uses: dict[object, list[dict[object, list[tuple[Eqn, tuple[int, ...]]]]]] = defaultdict(
+            list
+        )
         values: dict[object, list[Value]] = defaultdict(list)
         use_times: dict[object, float] = defaultdict(float)
         numbers: dict[object, int] = {}
         of_eqn = np.full(len(self._problem.program.eqns), -1, dtype=np.int64)
         for body, times in bodies_of(self._problem.program.body, 1.0):
-            readers: dict[Value, dict[object, list[tuple[Eqn, tuple[int, ...]]]]] = defaultdict(dict)
+            readers: dict[Value, dict[object, list[tuple[Eqn, tuple[int, ...]]]]] = defaultdict(
+                dict
+            )
             for eqn in body.eqns:
                 if eqn.bodies:
                     continue
@@ -129,10 +139,14 @@ class _Builder:
                 works.setdefault(key, []).append(eqn)
                 work_times[key] += times
                 often = _transfers(eqn, self._plans[body])
-                transfers[key] = [a + times * b for a, b in zip_longest(transfers[key], often, fillvalue=0.0)]
+                transfers[key] = [
+                    a + times * b for a, b in zip_longest(transfers[key], often, fillvalue=0.0)
+                ]
                 for operand in self._operands(eqn.inputs, self._axes.rules[eqn.index].operands):
                     if not operand.constant or eqn.primitive not in FUSED:
-                        readers[operand.value].setdefault((number, operand.loops), []).append((eqn, operand.loops))
+                        readers[operand.value].setdefault((number, operand.loops), []).append(
+                            (eqn, operand.loops)
+                        )
             for value, found in readers.items():
                 constant = self._axes.constant[value.index]
                 use_key = (self._seen(value), constant, frozenset(found))
@@ -140,8 +154,12 @@ class _Builder:
                 values[use_key].append(value)
                 use_times[use_key] += 0.0 if constant else times
         return Classes(
-            tuple(self._work(eqns[0], work_times[key], transfers[key]) for key, eqns in works.items()),
-            tuple(self._uses(values[key], members, use_times[key]) for key, members in uses.items()),
+            tuple(
+                self._work(eqns[0], work_times[key], transfers[key]) for key, eqns in works.items()
+            ),
+            tuple(
+                self._uses(values[key], members, use_times[key]) for key, members in uses.items()
+            ),
             of_eqn,
         )
 
@@ -161,7 +179,9 @@ class _Builder:
         )
 
     def _seen(self, value: Value) -> int:
-        """A number for what the cost of moving a value depends on; a pinned value is a class of its own."""
+        """A number for what the cost of moving a value depends on; a pinned value is a class of its
+        own.
+        """
         number = self._seen_of.get(value.index)
         if number is None:
             number = self._seen_numbers.setdefault(self._look_at(value), len(self._seen_numbers))
@@ -170,7 +190,9 @@ class _Builder:
 
     def _look_at(self, value: Value) -> object:
         pinned = value.index if value.index in self._problem.pins else -1
-        made_for = tuple((self._problem.work_signature(e), loops) for e, loops in self._born.get(value.index, ()))
+        made_for = tuple(
+            (self._problem.work_signature(e), loops) for e, loops in self._born.get(value.index, ())
+        )
         return self._problem.value_signature(value), value.itemsize, pinned, made_for
 
     def _work_key(self, eqn: Eqn) -> object:
@@ -196,19 +218,26 @@ class _Builder:
         return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), stores, times)
 
     def _uses(
-        self, values: Sequence[Value], members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]], times: float
+        self,
+        values: Sequence[Value],
+        members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]],
+        times: float,
     ) -> Uses:
         readers = tuple(found[0] for found in members[0].values())
         indices = np.array([v.index for v in values])
-        spans = [[(found[0][0].index, found[-1][0].index) for found in member.values()] for member in members]
+        spans = [
+            [(found[0][0].index, found[-1][0].index) for found in member.values()]
+            for member in members
+        ]
         return Uses(values[0], readers, indices, np.array(spans).transpose(1, 0, 2), times)
 
 
 def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
-    """How often the bytes of each operand and result go to or from memory, then 1 if the equation stores anything.
+    """How often the bytes of each operand and result go to or from memory, then 1 if the equation
+    stores anything.
 
-    What looks up a part of its operand reads as much as it returns; an update in place reads and writes what it puts in
-    (a scatter-add reads that place as well). A reshape moves nothing.
+    What looks up a part of its operand reads as much as it returns; an update in place reads and
+    writes what it puts in (a scatter-add reads that place as well). A reshape moves nothing.
     """
     operands, results = len(eqn.inputs), len(eqn.outputs)
     loads = plan.loads.get(eqn.index, frozenset())
@@ -227,7 +256,9 @@ def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
     return [*reads, *writes, 0.0 if fused else 1.0]
 
 
-def find_classes(problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]) -> Classes:
+def find_classes(
+    problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]
+) -> Classes:
     """The classes of a problem's program.
 
     Args:

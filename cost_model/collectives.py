@@ -2,16 +2,17 @@
 
 With n devices, B bytes of the full value, alpha seconds a step and w bytes/s:
 
-    all_gather, reduce_scatter   (n - 1) alpha + (n - 1)/n B / w
-    all_reduce                   both, one after the other
-    all_to_all                   (n - 1) alpha + (n - 1)/n (B/n) / w, on a ring (n - 1) alpha + B/4 / w
-    collective_permute           alpha + b / w      (b: what one device holds)
+    all_gather, reduce_scatter   (n - 1) alpha + (n - 1)/n B / w all_reduce                   both,
+    one after the other all_to_all                   (n - 1) alpha + (n - 1)/n (B/n) / w, on a ring
+    (n - 1) alpha + B/4 / w collective_permute           alpha + b / w      (b: what one device
+    holds)
 
-"Full value" means the same as in `autoshard.evidence.ring_bytes`: what the group holds together (all_gather,
-all_to_all), or the operand of one device (reductions). One device costs nothing.
+"Full value" means the same as in `autoshard.evidence.ring_bytes`: what the group holds together
+(all_gather, all_to_all), or the operand of one device (reductions). One device costs nothing.
 
 Reference:
-    Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in MPICH", section 4.
+    Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in
+    MPICH", section 4.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from autoshard.evidence import ring_bytes
 def all_gather_s(full_bytes: int, link: Link, group_size: int) -> float:
     """Predicts the seconds of one ring all_gather.
 
-    Each of the n devices holds full_bytes / n and ends with full_bytes: n - 1 steps, each sending full_bytes / n, hence
-    (n - 1) * alpha + (n - 1) / n * full_bytes / bandwidth. Overlap with compute is not modelled here.
+    Each of the n devices holds full_bytes / n and ends with full_bytes: n - 1 steps, each sending
+    full_bytes / n, hence (n - 1) * alpha + (n - 1) / n * full_bytes / bandwidth. Overlap with
+    compute is not modelled here.
 
     Args:
         full_bytes: Bytes of the gathered value on one device, >= 0.
@@ -54,7 +56,8 @@ def all_gather_s(full_bytes: int, link: Link, group_size: int) -> float:
 def reduce_scatter_s(full_bytes: int, link: Link, group_size: int) -> float:
     """Predicts the seconds of one ring reduce_scatter.
 
-    The all_gather run backwards: each of the n devices holds a partial value of full_bytes and ends with full_bytes / n
+    The all_gather run backwards: each of the n devices holds a partial value of full_bytes and ends
+        with full_bytes / n
     of the sum. The additions are not counted.
 
     Args:
@@ -80,7 +83,8 @@ def reduce_scatter_s(full_bytes: int, link: Link, group_size: int) -> float:
 def all_reduce_s(full_bytes: int, link: Link, group_size: int) -> float:
     """Predicts the seconds of one ring all_reduce: a reduce_scatter, then an all_gather.
 
-    Hence the familiar 2 (n - 1) / n * full_bytes sent. Trees, which have fewer steps for few bytes, are not modelled.
+    Hence the familiar 2 (n - 1) / n * full_bytes sent. Trees, which have fewer steps for few bytes,
+    are not modelled.
 
     Args:
         full_bytes: Bytes of the partial value on one device, >= 0.
@@ -99,15 +103,17 @@ def all_reduce_s(full_bytes: int, link: Link, group_size: int) -> float:
     >>> all_reduce_s(4_000_000, Link(alpha_s=1e-6, bytes_per_s=1e9), group_size=4)
     0.006006
     """
-    return reduce_scatter_s(full_bytes, link, group_size) + all_gather_s(full_bytes, link, group_size)
+    return reduce_scatter_s(full_bytes, link, group_size) + all_gather_s(
+        full_bytes, link, group_size
+    )
 
 
 def all_to_all_s(full_bytes: int, link: Link, group_size: int) -> float:
     """Predicts the seconds of one all_to_all.
 
-    Each of the n devices holds full_bytes / n and sends an n-th of it to each other device. On a ring data goes the
-    shorter way, through the devices between: the distances from a device sum to n^2 / 4, rounded down, so about
-    full_bytes / 4 passes each of them.
+    Each of the n devices holds full_bytes / n and sends an n-th of it to each other device. On a
+    ring data goes the shorter way, through the devices between: the distances from a device sum to
+    n^2 / 4, rounded down, so about full_bytes / 4 passes each of them.
 
     Args:
         full_bytes: Bytes of the value over all devices of the group, >= 0.
@@ -121,8 +127,9 @@ def all_to_all_s(full_bytes: int, link: Link, group_size: int) -> float:
         HardwareError: If group_size < 1 or full_bytes < 0.
 
     Reference:
-        Thakur, Rabenseifner, Gropp (2005), section 4.2 (pairwise exchange); for the ring, Austin et al., "How to Scale
-        Your Model" (2025), chapter "Sharded Matrices" (a quarter of an all_gather).
+        Thakur, Rabenseifner, Gropp (2005), section 4.2 (pairwise exchange); for the ring, Austin et
+        al., "How to Scale Your Model" (2025), chapter "Sharded Matrices" (a quarter of an
+        all_gather).
 
     >>> all_to_all_s(4_000_000, Link(alpha_s=0.0, bytes_per_s=1e9), group_size=4)
     0.00075
@@ -135,7 +142,8 @@ def all_to_all_s(full_bytes: int, link: Link, group_size: int) -> float:
 
 
 def collective_permute_s(full_bytes: int, link: Link, group_size: int) -> float:
-    """Predicts the seconds of one collective_permute: every device sends what it holds to one other, in one step.
+    """Predicts the seconds of one collective_permute: every device sends what it holds to one
+    other, in one step.
 
     Args:
         full_bytes: Bytes that one device sends, >= 0.
@@ -198,8 +206,11 @@ def sent_bytes(kind: str, full_bytes: int, group_size: int) -> int:
     return ring_bytes(_known(kind), full_bytes, _checked(full_bytes, group_size))
 
 
-def joint(hardware: Hardware, mesh_axes: Mapping[str, int], axes: Sequence[str]) -> tuple[Link, int]:
-    """The link and the group size of one collective over several mesh axes: the slowest link, all their devices.
+def joint(
+    hardware: Hardware, mesh_axes: Mapping[str, int], axes: Sequence[str]
+) -> tuple[Link, int]:
+    """The link and the group size of one collective over several mesh axes: the slowest link, all
+    their devices.
 
     Args:
         hardware: Knows the links.
@@ -207,7 +218,8 @@ def joint(hardware: Hardware, mesh_axes: Mapping[str, int], axes: Sequence[str])
         axes: The mesh axes spanned; none make a group of one device.
 
     Returns:
-        The link with the fewest bytes/s (the larger latency decides among equals), and the product of the sizes.
+        The link with the fewest bytes/s (the larger latency decides among equals), and the product
+        of the sizes.
 
     >>> from autoshard.cost_model.hardware import h100
     >>> slow_data = h100.with_links({"data": Link(alpha_s=14e-6, bytes_per_s=5e10)})
@@ -224,7 +236,9 @@ def joint(hardware: Hardware, mesh_axes: Mapping[str, int], axes: Sequence[str])
 def _checked(full_bytes: int, group_size: int) -> int:
     """The group size, if both are possible."""
     if group_size < 1:
-        raise HardwareError(f"group_size is {group_size}; a collective needs at least 1 device (1 device costs 0).")
+        raise HardwareError(
+            f"group_size is {group_size}; a collective needs at least 1 device (1 device costs 0)."
+        )
     if full_bytes < 0:
         raise HardwareError(f"full_bytes is {full_bytes}; a value has at least 0 bytes.")
     return group_size

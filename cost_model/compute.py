@@ -1,6 +1,7 @@
 """Arithmetic of one equation: flops counted from shapes, and which results ever reach memory.
 
-XLA's own `cost_analysis` counts loop bodies once and differs between backends, so flops are counted from the jaxpr.
+XLA's own `cost_analysis` counts loop bodies once and differs between backends, so flops are counted
+from the jaxpr.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FUSED = frozenset(
         "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
     }
 )  # fmt: skip
-"""Primitives that XLA fuses into their consumers: a result that only such primitives read is never stored."""
+"""Primitives that XLA fuses into their consumers: a result that only such primitives read is never
+stored."""
 
 EXPENSIVE = frozenset(
     {
@@ -28,18 +30,21 @@ EXPENSIVE = frozenset(
         "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
-"""The ones XLA does not compute twice: with two readers the result is stored (InstructionFusion::IsExpensive)."""
+"""The ones XLA does not compute twice: with two readers the result is stored
+(InstructionFusion::IsExpensive)."""
 
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and"})
+REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and"}
+)
 """They fuse what they read; their own result is stored."""
 
 
 def flops(eqn: Eqn, rule: DimRule) -> float:
     """Floating point operations of one run of an equation, unsharded.
 
-    Contractions do one multiply and one add per point of their loop nest; a convolution per output element, kernel
-    element and input channel of a group; everything else one operation per element read or written. Equations with
-    bodies do nothing themselves.
+    Contractions do one multiply and one add per point of their loop nest; a convolution per output
+    element, kernel element and input channel of a group; everything else one operation per element
+    read or written. Equations with bodies do nothing themselves.
     """
     if eqn.bodies:
         return 0.0

@@ -1,9 +1,9 @@
 """Costs of classes (see `classes`) under many placements at once, as NumPy tables.
 
-A class's cost depends only on how its few columns (signatures) are split. Classes with the same columns, or some of
-them, are one *group*; every way in which a group's columns are split that any layout asked for is one *row*. A layout
-is then one row per group, and its time a sum of table look-ups; a row is computed once, with all others that are
-new.
+A class's cost depends only on how its few columns (signatures) are split. Classes with the same
+columns, or some of them, are one *group*; every way in which a group's columns are split that any
+layout asked for is one *row*. A layout is then one row per group, and its time a sum of table
+look-ups; a row is computed once, with all others that are new.
 """
 
 from __future__ import annotations
@@ -79,39 +79,59 @@ class Costs:
         self._group(classes)
         self._count = 0
         self._compute_s, self._comm_s = np.zeros(0), np.zeros(0)
-        self._calls, self._full_bytes, self._sent_bytes = (np.zeros((0, self._slots)) for _ in range(3))
+        self._calls, self._full_bytes, self._sent_bytes = (
+            np.zeros((0, self._slots)) for _ in range(3)
+        )
         self.copy_columns = CopyColumns([], [])
         self._copy_column: dict[tuple[int, int], int] = {}
         self._held = Held()
 
-    # Classes as arrays ----------------------------------------------------------------------------------------------
+    # Classes as arrays ----------------------------------------------------------------------------
 
-    def _prepare_works(self, placements: Placements, works: Sequence[Work], max_loops: int, backend: Backend) -> None:
+    def _prepare_works(
+        self, placements: Placements, works: Sequence[Work], max_loops: int, backend: Backend
+    ) -> None:
         self._work_times = np.array([w.times for w in works])
         self._work_flops = np.array([w.flops for w in works])
         self._work_rate = np.array(
-            [self._hardware.flops_per_s(w.results[0].value.dtype if w.results else "float32") for w in works]
+            [
+                self._hardware.flops_per_s(w.results[0].value.dtype if w.results else "float32")
+                for w in works
+            ]
         )
         self._work_column = np.array([self._columns.work(w.eqn) for w in works], dtype=np.int64)
         self._reduced = _loops_of_kind([w.kinds for w in works], LoopKind.REDUCED, max_loops)
         self._copying = np.array([w.eqn.primitive in COPIES for w in works], dtype=bool)
-        self._picked = np.array([self._rules[w.eqn.index].combine == PICK for w in works], dtype=bool)
+        self._picked = np.array(
+            [self._rules[w.eqn.index].combine == PICK for w in works], dtype=bool
+        )
         self._apart = np.array(
-            [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works], dtype=bool
+            [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works],
+            dtype=bool,
         )
         self._operands_of = Ragged([len(w.operands) for w in works])
         self._results_of = Ragged([len(w.results) for w in works])
         self._operands = Reads(
-            placements, self._columns, self._rules, [(w.eqn, o) for w in works for o in w.operands], max_loops
+            placements,
+            self._columns,
+            self._rules,
+            [(w.eqn, o) for w in works for o in w.operands],
+            max_loops,
         )
         self._results = Reads(
-            placements, self._columns, self._rules, [(w.eqn, o) for w in works for o in w.results], max_loops
+            placements,
+            self._columns,
+            self._rules,
+            [(w.eqn, o) for w in works for o in w.results],
+            max_loops,
         )
         self._loads = np.array([o.transfers for w in works for o in w.operands])
         self._writes = np.array([o.transfers for w in works for o in w.results])
         self._work_op_s = np.array([w.stores * self._hardware.op_s for w in works])
 
-    def _prepare_uses(self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int) -> None:
+    def _prepare_uses(
+        self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int
+    ) -> None:
         self._uses_times = np.array([u.times for u in uses])
         self._readers_of = Ragged([len(u.readers) for u in uses])
         self._readers = Reads(
@@ -122,13 +142,20 @@ class Costs:
             max_loops,
         )
         rules = problem.roles.axes.rules
-        self._shifts = Shifts(placements, rules, [(u.value, eqn, loops) for u in uses for eqn, loops in u.readers])
+        self._shifts = Shifts(
+            placements, rules, [(u.value, eqn, loops) for u in uses for eqn, loops in u.readers]
+        )
         self._reader_bit = 1 << np.concatenate(
-            [np.zeros(0, dtype=np.int64), *(np.arange(len(u.readers), dtype=np.int64) % 62 for u in uses)]
+            [
+                np.zeros(0, dtype=np.int64),
+                *(np.arange(len(u.readers), dtype=np.int64) % 62 for u in uses),
+            ]
         )
 
     def _group(self, classes: Classes) -> None:
-        """Groups of classes, first works, then uses, numbered on; one whose columns another group has joins that."""
+        """Groups of classes, first works, then uses, numbered on; one whose columns another group
+        has joins that.
+        """
         place = self._placements
         nothing = place.columns - 1
         columns: list[frozenset[int]] = []
@@ -138,7 +165,9 @@ class Costs:
 
         for work in classes.works:
             values = [o.value for o in (*work.operands, *work.results)]
-            columns.append(needed([self._columns.work(work.eqn), *map(self._columns.value, values)]))
+            columns.append(
+                needed([self._columns.work(work.eqn), *map(self._columns.value, values)])
+            )
         for use in classes.uses:
             works = [self._columns.work(e) for e, _ in use.readers]
             columns.append(needed([self._columns.value(use.value), *works]))
@@ -149,10 +178,13 @@ class Costs:
         for key in sorted(members, key=lambda k: (-len(k), sorted(k))):
             home = next((larger for larger in kept if key <= larger), key)
             kept.setdefault(home, []).extend(members[key])
-        self._groups = [Group(tuple(sorted(k)), np.array(found, dtype=np.int64), place) for k, found in kept.items()]
+        self._groups = [
+            Group(tuple(sorted(k)), np.array(found, dtype=np.int64), place)
+            for k, found in kept.items()
+        ]
         self.groups = len(self._groups)
 
-    # Rows -----------------------------------------------------------------------------------------------------------
+    # Rows -----------------------------------------------------------------------------------------
 
     def rows(self, index: NDArray[np.int32]) -> Array:
         """[groups, layouts] the row of each group, computed where it is new.
@@ -182,11 +214,18 @@ class Costs:
             row.append(np.repeat(new, len(group.members)))
             layout.append(np.repeat(first, len(group.members)))
             number.append(np.tile(group.members, len(first)))
-        rows, numbers, at = np.concatenate(row), np.concatenate(number), index[np.concatenate(layout)]
+        rows, numbers, at = (
+            np.concatenate(row),
+            np.concatenate(number),
+            index[np.concatenate(layout)],
+        )
         known, self._count = self._count, start
         if start > len(self._compute_s):
             room = max(start, 2 * len(self._compute_s), 256)
-            self._compute_s, self._comm_s = _grown(self._compute_s, room), _grown(self._comm_s, room)
+            self._compute_s, self._comm_s = (
+                _grown(self._compute_s, room),
+                _grown(self._comm_s, room),
+            )
             self._calls, self._full_bytes, self._sent_bytes = (
                 _grown(table, room) for table in (self._calls, self._full_bytes, self._sent_bytes)
             )
@@ -195,7 +234,11 @@ class Costs:
         if is_work.any():
             held.append(self._compute_works(numbers[is_work], rows[is_work], at[is_work]))
         if not is_work.all():
-            held.append(self._compute_uses(numbers[~is_work] - len(self._works), rows[~is_work], at[~is_work]))
+            held.append(
+                self._compute_uses(
+                    numbers[~is_work] - len(self._works), rows[~is_work], at[~is_work]
+                )
+            )
         added = slice(known, start)
         latency_s = self._calls[added] @ self.links.latency_s
         self._comm_s[added] = latency_s + self._full_bytes[added] @ self.links.s_per_byte
@@ -222,12 +265,18 @@ class Costs:
         return self._sent_bytes[: self._count]
 
     def least_compute_s(self) -> float:
-        """Seconds of compute that no layout goes below: every class split over every mesh axis that divides a loop."""
+        """Seconds of compute that no layout goes below: every class split over every mesh axis that
+        divides a loop.
+        """
         devices = int(self.specs.devices[-1])
         every = np.arange(len(self._works))
-        most = np.array([self._most_pieces(self._placements.work_column(work.eqn)) for work in self._works])
+        most = np.array(
+            [self._most_pieces(self._placements.work_column(work.eqn)) for work in self._works]
+        )
         owner, entry = self._operands_of.of(every)
-        reads = _sum_by(owner, self._operands.bytes[entry] // devices * self._loads[entry], len(every))
+        reads = _sum_by(
+            owner, self._operands.bytes[entry] // devices * self._loads[entry], len(every)
+        )
         owner, entry = self._results_of.of(every)
         made = self._results.bytes[entry] // devices
         traffic = _sum_by(owner, made * self._writes[entry], len(every))
@@ -237,30 +286,47 @@ class Costs:
         return float((self._work_times * np.maximum(arithmetic_s, traffic_s)).sum())
 
     def _most_pieces(self, column: int) -> int:
-        """Into how many pieces a column can be split at most: by each mesh axis that divides one of its sizes."""
+        """Into how many pieces a column can be split at most: by each mesh axis that divides one of
+        its sizes.
+        """
         sizes = self._placements.split_sizes(column)
-        return math.prod(axis for axis in self._placements.sizes if any(size % axis == 0 for size in sizes))
+        return math.prod(
+            axis for axis in self._placements.sizes if any(size % axis == 0 for size in sizes)
+        )
 
     def held(self, rows: Array) -> tuple[Array, Array, Array]:
         """(layout, memory column, bytes) of what the classes hold beside the values themselves.
 
-        Columns: results of the classes of works before they are moved; partial sums of the same; those once they are
+        Columns: results of the classes of works before they are moved; partial sums of the same;
+            those once they are
         added up, where that is what is stored; then `copy_columns`.
         """
         return self._held.of(rows)
 
     def _want(
-        self, reads: Reads, entry: Array, work: Placed, work_order: Placed, have: Placed, order: Placed
+        self,
+        reads: Reads,
+        entry: Array,
+        work: Placed,
+        work_order: Placed,
+        have: Placed,
+        order: Placed,
     ) -> tuple[Placed, Placed]:
         """The spec in which the work reads operands; open loops read them as they are."""
         pad = reads.dim_of_loop.shape[1] - 1
-        want = np.take_along_axis(reads.dim_of_loop[entry], np.where(work >= 0, work, pad).astype(np.int64), axis=1)
+        want = np.take_along_axis(
+            reads.dim_of_loop[entry], np.where(work >= 0, work, pad).astype(np.int64), axis=1
+        )
         opened = np.flatnonzero((work == OPEN).any(axis=1))
         if len(opened):
             want, work_order = want.copy(), work_order.copy()
             mine, theirs = want[opened], have[opened]
-            taken = (mine[:, :, None] == theirs[:, None, :]).any(axis=1)  # by dimension of each axis of `theirs`
-            shut = np.take_along_axis(reads.closed[entry[opened]], np.maximum(theirs, 0).astype(np.int64), axis=1)
+            taken = (mine[:, :, None] == theirs[:, None, :]).any(
+                axis=1
+            )  # by dimension of each axis of `theirs`
+            shut = np.take_along_axis(
+                reads.closed[entry[opened]], np.maximum(theirs, 0).astype(np.int64), axis=1
+            )
             inherit = (mine < 0) & (theirs >= 0) & ~taken & ~shut
             want[opened] = np.where(inherit, theirs, mine)
             some = inherit.any(axis=1)
@@ -281,10 +347,14 @@ class Costs:
         dims = np.maximum(placed, 0).astype(np.int64)
         return np.where((placed >= 0) & np.take_along_axis(bad, dims, axis=1), np.int8(-1), placed)
 
-    def _compute_works(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
+    def _compute_works(
+        self, number: Array, row: Array, at: NDArray[np.int32]
+    ) -> tuple[Array, Array, Array]:
         devices = self.specs.devices
         work, work_order = self._columns.placed(at, self._work_column[number])
-        arithmetic_s = self._work_flops[number] / devices[self.specs.mask(work)] / self._work_rate[number]
+        arithmetic_s = (
+            self._work_flops[number] / devices[self.specs.mask(work)] / self._work_rate[number]
+        )
         moves = Moves()
 
         owner, entry = self._operands_of.of(number)
@@ -297,7 +367,9 @@ class Costs:
         results, value_bytes = self._results, self._results.bytes[entry]
         mine = work[owner]
         pad = results.dim_of_loop.shape[1] - 1
-        raw = np.take_along_axis(results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1)
+        raw = np.take_along_axis(
+            results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1
+        )
         local = value_bytes // devices[self.specs.mask(raw)]
         stored, order = self._columns.placed(at[owner], results.value[entry])
         target, order = _left_open(raw, work_order[owner], stored, order)
@@ -314,20 +386,28 @@ class Costs:
         for best in (local, self._best_bytes(number[owner], local)):  # where it is, and what
             moves.add("all_gather", owner, picked, best * devices[picked])
         summed = split & ~picked
-        scattered: Array = summed & self.specs.mask(target) if self._reduce_scatter else np.zeros_like(split)
+        scattered: Array = (
+            summed & self.specs.mask(target) if self._reduce_scatter else np.zeros_like(split)
+        )
         for mine_too in self._summed_together(number[owner], mine):
             moves.add("all_reduce", owner, summed & ~scattered & mine_too, local)
             moves.add("reduce_scatter", owner, scattered & mine_too, local)
         sliced = self.specs.number(np.where(partial, np.int8(-1), target), order)
         moves.reshard(self.specs, owner, value_bytes, before, sliced)
         self._turned.add(moves, self.specs, number[owner], owner, mine, local)
-        again = (split != 0) & ((split & self.specs.mask(target) & ~scattered) != 0)  # summed whole, then sliced
+        again = (split != 0) & (
+            (split & self.specs.mask(target) & ~scattered) != 0
+        )  # summed whole, then sliced
         pending = _sum_by(owner, np.where(split != 0, local * (1 + again), 0), len(number))
         moved = _sum_by(owner, np.where((split == 0) & (before != after), local, 0), len(number))
 
         traffic_s = traffic / self._hardware.memory_bytes_per_s
         times = self._work_times[number]
-        np.add.at(self._compute_s, row, times * (self._work_op_s[number] + np.maximum(arithmetic_s, traffic_s)))
+        np.add.at(
+            self._compute_s,
+            row,
+            times * (self._work_op_s[number] + np.maximum(arithmetic_s, traffic_s)),
+        )
         self._add_moves(moves, row, times)
         added = _sum_by(owner, np.where((split != 0) & ~again, local, 0), len(number))
         found = [(np.flatnonzero(held), held, n) for n, held in enumerate((moved, pending, added))]
@@ -337,12 +417,18 @@ class Costs:
             np.concatenate([held[some] for some, held, _ in found]).astype(np.int64),
         )
 
-    def _read_for(self, number: Array, reads: NDArray[np.float64], made: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[n] bytes that works read to make so many: a copy is fused with what is cut from it, and reads that only."""
+    def _read_for(
+        self, number: Array, reads: NDArray[np.float64], made: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[n] bytes that works read to make so many: a copy is fused with what is cut from it, and
+        reads that only.
+        """
         return np.where(self._copying[number], np.minimum(reads, made), reads)
 
     def _best_bytes(self, number: Array, index_bytes: Array) -> Array:
-        """[n] bytes of the values that indices of so many bytes stand for, where works pick them."""
+        """[n] bytes of the values that indices of so many bytes stand for, where works pick
+        them.
+        """
         found = np.zeros_like(index_bytes)
         for n in np.unique(number[self._picked[number]]).tolist():
             eqn, mine = self._works[n].eqn, number == n
@@ -364,7 +450,9 @@ class Costs:
             sets.append(np.where(apart, alone, every if axis == 0 else 0))
         return sets
 
-    def _compute_uses(self, number: Array, row: Array, at: NDArray[np.int32]) -> tuple[Array, Array, Array]:
+    def _compute_uses(
+        self, number: Array, row: Array, at: NDArray[np.int32]
+    ) -> tuple[Array, Array, Array]:
         devices = self.specs.devices
         owner, entry = self._readers_of.of(number)
         readers, value_bytes = self._readers, self._readers.bytes[entry]
@@ -378,7 +466,9 @@ class Costs:
         differ = np.flatnonzero(before != after)  # each spec that is wanted is paid once
         differ = differ[np.lexsort((after[differ], owner[differ]))]
         key = np.stack([owner[differ], after[differ]])
-        start = np.flatnonzero(np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)])[: len(differ)])
+        start = np.flatnonzero(
+            np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)])[: len(differ)]
+        )
         first = differ[start]
         moves.reshard(self.specs, owner[first], value_bytes[first], before[first], after[first])
         self._add_moves(moves, row, self._uses_times[number])
@@ -411,7 +501,9 @@ class Costs:
             np.add.at(self._sent_bytes, target, weight * self.links.sent_bytes(slot, full_bytes))
 
 
-def _left_open(raw: Placed, raw_order: Placed, stored: Placed, order: Placed) -> tuple[Placed, Placed]:
+def _left_open(
+    raw: Placed, raw_order: Placed, stored: Placed, order: Placed
+) -> tuple[Placed, Placed]:
     """The spec in which results are stored; dimensions left open keep what the work gives them."""
     opened = np.flatnonzero((stored == OPEN).any(axis=1))
     if not len(opened):
@@ -438,7 +530,9 @@ def _sum_by(owner: Array, amounts: Array, count: int) -> NDArray[np.float64]:
     return np.bincount(owner, amounts, count).astype(np.float64)
 
 
-def _loops_of_kind(kinds: Iterable[tuple[LoopKind, ...]], kind: LoopKind, max_loops: int) -> NDArray[np.bool_]:
+def _loops_of_kind(
+    kinds: Iterable[tuple[LoopKind, ...]], kind: LoopKind, max_loops: int
+) -> NDArray[np.bool_]:
     """[n, loops + 1] True where a loop is of a kind; the last column is no loop."""
     found = [[k is kind for k in of] + [False] * (max_loops + 1 - len(of)) for of in kinds]
     return np.array(found, dtype=bool).reshape(-1, max_loops + 1)

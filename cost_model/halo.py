@@ -1,8 +1,10 @@
-"""What moves where a dimension is split that an operation shifts: halos of slices, pads and windows.
+"""What moves where a dimension is split that an operation shifts: halos of slices, pads and
+windows.
 
-The partitioner cuts the result of such an operation evenly. Device i of n then needs a window of the operand,
-`[first(i), last(i))`, of which it holds `[i s, (i + 1) s)` (s elements: its shard); what lies beside its shard comes
-from other devices by collective_permutes, each of one slice for all devices.
+The partitioner cuts the result of such an operation evenly. Device i of n then needs a window of
+the operand, `[first(i), last(i))`, of which it holds `[i s, (i + 1) s)` (s elements: its shard);
+what lies beside its shard comes from other devices by collective_permutes, each of one slice for
+all devices.
 
 Reference:
     XLA, `xla/service/spmd/spmd_partitioner_util.cc`: `ExchangeHalo`, `ExchangeHaloCompact` and
@@ -25,8 +27,8 @@ from autoshard.program import Eqn
 class Window:
     """What each element of a result needs of a dimension of an operand.
 
-    Element r needs positions `r * stride - low` up to `reach` further of the operand, in which its elements lie
-    `dilation` apart.
+    Element r needs positions `r * stride - low` up to `reach` further of the operand, in which its
+    elements lie `dilation` apart.
 
     Attributes:
         size: Elements of the operand.
@@ -49,7 +51,8 @@ class Exchange(enum.Enum):
     """How an operation gets along with a split of a dimension that is no slice, pad or window.
 
     SHARD: every device sends all it holds to another one.
-    ASIDE: it is carried out with another dimension split (all_to_all of the operands, then of the result).
+    ASIDE: it is carried out with another dimension split (all_to_all of the operands, then of the
+        result).
     GATHER: it needs the whole dimension.
     """
 
@@ -97,22 +100,39 @@ ASIDE, GATHERED = -2.0, -1.0
 
 
 def _exchange(eqn: Eqn, operand: int, dim: int) -> Asked:
-    """What a split of a dimension of an operand asks for: windows, one for each result that has its own."""
+    """What a split of a dimension of an operand asks for: windows, one for each result that has its
+    own.
+    """
     params, value = eqn.params, eqn.inputs[operand]
     match eqn.primitive:
         case "slice":
             strides = params["strides"] or (1,) * len(value.shape)
-            return (Window(value.shape[dim], eqn.outputs[0].shape[dim], strides[dim], -params["start_indices"][dim]),)
+            return (
+                Window(
+                    value.shape[dim],
+                    eqn.outputs[0].shape[dim],
+                    strides[dim],
+                    -params["start_indices"][dim],
+                ),
+            )
         case "split":
             starts = [sum(params["sizes"][:i]) for i in range(len(params["sizes"]))]
             sizes = zip(starts, params["sizes"], strict=True)
-            return tuple(Window(value.shape[dim], int(size), low=-int(start)) for start, size in sizes)
+            return tuple(
+                Window(value.shape[dim], int(size), low=-int(start)) for start, size in sizes
+            )
         case "pad" if operand == 0:
             low, _, interior = (int(n) for n in params["padding_config"][dim])
-            return (Window(value.shape[dim], eqn.outputs[0].shape[dim], low=low, dilation=interior + 1),)
+            return (
+                Window(value.shape[dim], eqn.outputs[0].shape[dim], low=low, dilation=interior + 1),
+            )
         case "conv_general_dilated" if operand == 0:
             numbers = params["dimension_numbers"]
-            image, kernel, out = ints(numbers.lhs_spec), ints(numbers.rhs_spec), ints(numbers.out_spec)
+            image, kernel, out = (
+                ints(numbers.lhs_spec),
+                ints(numbers.rhs_spec),
+                ints(numbers.out_spec),
+            )
             axis = image.index(dim) - 2
             size = eqn.inputs[1].shape[kernel[axis + 2]]
             return (
@@ -126,7 +146,9 @@ def _exchange(eqn: Eqn, operand: int, dim: int) -> Asked:
                 ),
             )
         case "reduce_window" | "reduce_window_max" | "reduce_window_min" | "reduce_window_sum":
-            reach = (int(params["window_dimensions"][dim]) - 1) * int(params["window_dilation"][dim]) + 1
+            reach = (int(params["window_dimensions"][dim]) - 1) * int(
+                params["window_dilation"][dim]
+            ) + 1
             return (
                 Window(
                     value.shape[dim],
@@ -147,7 +169,8 @@ def _exchange(eqn: Eqn, operand: int, dim: int) -> Asked:
 
 @functools.lru_cache(maxsize=65536)
 def halo_elements(window: Window, pieces: int) -> int | None:
-    """Elements along the dimension that one device sends where it is cut into pieces; None if all is gathered instead.
+    """Elements along the dimension that one device sends where it is cut into pieces; None if all
+    is gathered instead.
 
     >>> halo_elements(Window(size=16, windows=16, low=1, reach=3), pieces=4)  # a 3x3 convolution: a row on each side
     2
@@ -172,7 +195,9 @@ def halo_elements(window: Window, pieces: int) -> int | None:
 
 
 def _shifts(left: Sequence[int], right: Sequence[int], shard: int) -> int:
-    """Elements sent where every device gets a piece from the neighbour so and so many shards away."""
+    """Elements sent where every device gets a piece from the neighbour so and so many shards
+    away.
+    """
     total = 0
     for near, far in ((left[1:], right), (right[:-1], left)):
         most = max(near, default=0)
@@ -184,9 +209,13 @@ def _shifts(left: Sequence[int], right: Sequence[int], shard: int) -> int:
 
 
 def _compact(left: Sequence[int], right: Sequence[int], shard: int, size: int) -> int:
-    """Elements sent where windows are small and far away: each permute serves as many pairs of devices as it can."""
+    """Elements sent where windows are small and far away: each permute serves as many pairs of
+    devices as it can.
+    """
     pieces = len(left)
-    wanted: list[list[tuple[int, int, int, int]]] = [[] for _ in range(pieces)]  # by source: offset, target, from, to
+    wanted: list[list[tuple[int, int, int, int]]] = [
+        [] for _ in range(pieces)
+    ]  # by source: offset, target, from, to
     for i in range(pieces):
         start, limit = i * shard - left[i], min((i + 1) * shard + right[i], size)
         at = max(start, 0)
@@ -206,7 +235,9 @@ def _compact(left: Sequence[int], right: Sequence[int], shard: int, size: int) -
             if not found:
                 continue
             _, target, first, last = found[0]
-            apart = (begin > last and end == shard and first == 0) or (end < first and begin == 0 and last == shard)
+            apart = (begin > last and end == shard and first == 0) or (
+                end < first and begin == 0 and last == shard
+            )
             if targets and (target in targets or apart):
                 continue
             targets.add(target)

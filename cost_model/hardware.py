@@ -1,8 +1,9 @@
 """Hardware: the rates and links that predictions rest on, each number with its source.
 
-A device does `flops_per_s(dtype)` and moves `memory_bytes_per_s`; a mesh axis is a ring of `Link`s. Presets are
-datasheet numbers and published efficiencies: good enough to rank layouts, not to promise seconds. Numbers measured on
-the devices themselves go into a `Hardware` of one's own, kept as a JSON file (`save`, `load`).
+A device does `flops_per_s(dtype)` and moves `memory_bytes_per_s`; a mesh axis is a ring of `Link`s.
+Presets are datasheet numbers and published efficiencies: good enough to rank layouts, not to
+promise seconds. Numbers measured on the devices themselves go into a `Hardware` of one's own, kept
+as a JSON file (`save`, `load`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class Link:
 
     Attributes:
         alpha_s: Latency of one step of a collective, seconds, >= 0.
-        bytes_per_s: What one device sends along the ring, > 0; both directions together where a ring uses both.
-        topology: `ring`: data for a far device passes through those between (an axis of a torus is one); `switch`:
-            every device reaches every other one directly.
-        kinds: Links as calibration measured them for particular kinds of collective; the others use this one.
+        bytes_per_s: What one device sends along the ring, > 0; both directions together where a
+            ring uses both.
+        topology: `ring`: data for a far device passes through those between (an axis of a torus is
+            one); `switch`: every device reaches every other one directly.
+        kinds: Links as calibration measured them for particular kinds of collective; the others use
+            this one.
     """
 
     alpha_s: float
@@ -44,11 +47,14 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.topology not in ("ring", "switch"):
-            raise HardwareError(f"Link.topology is {self.topology!r}; use 'ring' (a torus axis is one) or 'switch'.")
+            raise HardwareError(
+                f"Link.topology is {self.topology!r}; use 'ring' (a torus axis is one) or 'switch'."
+            )
         object.__setattr__(self, "kinds", MappingProxyType(dict(self.kinds)))
         if not (math.isfinite(self.alpha_s) and self.alpha_s >= 0):
             raise HardwareError(
-                f"Link.alpha_s is {self.alpha_s}; a latency is finite and >= 0 seconds. Use for example 1e-6."
+                f"Link.alpha_s is {self.alpha_s}; a latency is finite and >= 0 seconds. Use for "
+                f"example 1e-6."
             )
         _check_rate("Link.bytes_per_s", self.bytes_per_s, "9e10 (90 GB/s)")
 
@@ -59,15 +65,16 @@ class Hardware:
 
     Attributes:
         name: Name of the preset, or of one's own choice.
-        peak_flops_per_s: Peak rate by dtype name; `float32` must be there and serves every dtype not named. `float8`
-            and `int4` serve all their variants.
+        peak_flops_per_s: Peak rate by dtype name; `float32` must be there and serves every dtype
+            not named. `float8` and `int4` serve all their variants.
         memory_bytes_per_s: Rate of the device's main memory.
         memory_bytes: Its size.
         link: The link of every mesh axis not in `links`.
         links: Links of particular mesh axes.
         dcn: The link of mesh axes that leave a TPU slice or a GPU host; None where it is not known.
         efficiency: Share of the peak that real contractions reach, 0 < efficiency <= 1.
-        overlap: Share of the shorter of compute and communication that the longer one hides, 0 to 1.
+        overlap: Share of the shorter of compute and communication that the longer one hides, 0 to
+            1.
         source: Where the numbers come from.
         op_s: What an operation takes beside its arithmetic and traffic (launch, dispatch), >= 0.
         measured_on: The kind of device that a calibration measured, "" for datasheet numbers.
@@ -90,7 +97,8 @@ class Hardware:
         where = f"Hardware {self.name!r}"
         if "float32" not in self.peak_flops_per_s:
             raise HardwareError(
-                f"{where}: peak_flops_per_s names {sorted(self.peak_flops_per_s)}, but 'float32' is needed: it serves "
+                f"{where}: peak_flops_per_s names {sorted(self.peak_flops_per_s)}, but 'float32' "
+                f"is needed: it serves "
                 f"every dtype not named. Add 'float32'."
             )
         for dtype, rate in self.peak_flops_per_s.items():
@@ -98,13 +106,19 @@ class Hardware:
         _check_rate(f"{where}: memory_bytes_per_s", self.memory_bytes_per_s, "1e12")
         _check_rate(f"{where}: memory_bytes", self.memory_bytes, f"{16 * GIB} (16 GiB)")
         if not 0 < self.efficiency <= 1:
-            raise HardwareError(f"{where}: efficiency is {self.efficiency}; a share of the peak is above 0, at most 1.")
+            raise HardwareError(
+                f"{where}: efficiency is {self.efficiency}; a share of the peak is above 0, at "
+                f"most 1."
+            )
         if not 0 <= self.overlap <= 1:
             raise HardwareError(
-                f"{where}: overlap is {self.overlap}; it goes from 0 (nothing is hidden) to 1 (the shorter one is)."
+                f"{where}: overlap is {self.overlap}; it goes from 0 (nothing is hidden) to 1 (the "
+                f"shorter one is)."
             )
         if not (math.isfinite(self.op_s) and self.op_s >= 0):
-            raise HardwareError(f"{where}: op_s is {self.op_s}; it is finite and >= 0 seconds. Use 0.0 if unknown.")
+            raise HardwareError(
+                f"{where}: op_s is {self.op_s}; it is finite and >= 0 seconds. Use 0.0 if unknown."
+            )
         for name in ("peak_flops_per_s", "links"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -123,7 +137,8 @@ class Hardware:
         return self.links.get(mesh_axis, self.link)
 
     def with_links(self, links: Mapping[str, Link | str]) -> Hardware:
-        """The same device with other links for some mesh axes: a `Link`, or `"dcn"` for the one that leaves a slice.
+        """The same device with other links for some mesh axes: a `Link`, or `"dcn"` for the one
+        that leaves a slice.
 
         >>> h100.with_links({"hosts": Link(alpha_s=14e-6, bytes_per_s=5e10)}).link_for("hosts").bytes_per_s
         50000000000.0
@@ -133,7 +148,10 @@ class Hardware:
         Raises:
             HardwareError: If a link is named that this device does not have.
         """
-        return replace(self, links={**self.links, **{axis: self._link(axis, link) for axis, link in links.items()}})
+        return replace(
+            self,
+            links={**self.links, **{axis: self._link(axis, link) for axis, link in links.items()}},
+        )
 
     def _link(self, axis: str, link: Link | str) -> Link:
         if isinstance(link, Link):
@@ -142,7 +160,8 @@ class Hardware:
         if found is None:
             raise HardwareError(
                 f"links={{{axis!r}: {link!r}}}: hardware {self.name!r} has no such link"
-                f"{' (its dcn is not known)' if link == 'dcn' else ''}. Use 'link' (inside a slice or host), 'dcn' "
+                f"{' (its dcn is not known)' if link == 'dcn' else ''}. Use 'link' (inside a slice "
+                f"or host), 'dcn' "
                 f"(between them), or a Link(alpha_s=..., bytes_per_s=...)."
             )
         return found
@@ -159,15 +178,23 @@ class Hardware:
         """
         if self.measured_on and self.measured_on != device_kind:
             raise HardwareError(
-                f"hardware={where!r} was calibrated on {self.measured_on!r} devices; this mesh has {device_kind!r}. "
-                f"Calibrate again there (autoshard calibrate --out FILE), or name a preset: {', '.join(PRESETS)}."
+                f"hardware={where!r} was calibrated on {self.measured_on!r} devices; this mesh has "
+                f"{device_kind!r}. "
+                f"Calibrate again there (autoshard calibrate --out FILE), or name a preset: "
+                f"{', '.join(PRESETS)}."
             )
         return self
 
     def with_far_axes(self, mesh_axes: Iterable[str]) -> Hardware:
-        """The same device with `dcn` as the link of these mesh axes, but for those whose link is given."""
+        """The same device with `dcn` as the link of these mesh axes, but for those whose link is
+        given.
+        """
         dcn = self.dcn
-        return self if dcn is None else self.with_links({a: dcn for a in mesh_axes if a not in self.links})
+        return (
+            self
+            if dcn is None
+            else self.with_links({a: dcn for a in mesh_axes if a not in self.links})
+        )
 
     def to_json(self) -> str:
         """As JSON; `from_json` reads it back."""
@@ -204,7 +231,9 @@ class Hardware:
         try:
             return cls.from_json(Path(path).read_bytes())
         except OSError as error:
-            raise HardwareError(f"cannot read hardware description {str(path)!r}: {error.strerror}.") from error
+            raise HardwareError(
+                f"cannot read hardware description {str(path)!r}: {error.strerror}."
+            ) from error
         except HardwareError as error:
             raise HardwareError(f"{path}: {error}") from error
 
@@ -213,40 +242,60 @@ def _plain(value: Any) -> Any:
     """Links and mappings of them as dicts."""
     if isinstance(value, Link):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+    return (
+        {name: _plain(inner) for name, inner in value.items()}
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
 def _check_rate(name: str, value: float, example: str) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise HardwareError(f"{name} is {value}; it must be finite and above 0. Use for example {example}.")
+        raise HardwareError(
+            f"{name} is {value}; it must be finite and above 0. Use for example {example}."
+        )
 
 
-# TPU numbers: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs", tables of chips and
-# of ICI bandwidth (bidirectional: a ring uses both directions), and chapter "Sharded Matrices", "A note on ICI
-# latency": about 1 us a hop. jax multiplies float32 in bfloat16 by default on TPU (jax.default_matmul_precision), hence
-# equal peaks.
-# Efficiency: PaLM (Chowdhery et al. 2022, section 4.1) reached a hardware FLOPs utilisation of 57.8 % on TPU v4.
-# Overlap: the same book bounds a step by max(T_math, T_comms) and T_math + T_comms; 0.5 is the middle, for want of a
-# measurement.
+# TPU numbers: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs",
+# tables of chips and of ICI bandwidth (bidirectional: a ring uses both directions), and chapter
+# "Sharded Matrices", "A note on ICI latency": about 1 us a hop. jax multiplies float32 in bfloat16
+# by default on TPU (jax.default_matmul_precision), hence equal peaks. Efficiency: PaLM (Chowdhery
+# et al. 2022, section 4.1) reached a hardware FLOPs utilisation of 57.8 % on TPU v4. Overlap: the
+# same book bounds a step by max(T_math, T_comms) and T_math + T_comms; 0.5 is the middle, for want
+# of a measurement.
 _TPU = (
-    "peak, memory, ICI, 1 us a hop: 'How to Scale Your Model' (2025); efficiency: PaLM (2022) section 4.1, 57.8 % "
+    "peak, memory, ICI, 1 us a hop: 'How to Scale Your Model' (2025); efficiency: PaLM (2022) "
+    "section 4.1, 57.8 % "
     "hardware FLOPs utilisation; overlap: middle of the book's two bounds, not measured"
 )
 
 
-# Between slices, a chip's share of the data-centre network. v5e and v6e: Cloud TPU documentation, 6.4 and 25.6 Tbit/s a
-# pod of 256 chips. v5p: 'How to Scale Your Model', 6.25 GB/s. v4: PaLM section 4, 81 Tbit/s across pods of 6,144 chips
-# in all. Latency: none is published; that of NCCL's network step stands in. Memory: what the TPU compiler says is there
-# ("exceeds available HBM (15.75G)"), less than the 16, 32 and 96 GiB of the part.
+# Between slices, a chip's share of the data-centre network. v5e and v6e: Cloud TPU documentation,
+# 6.4 and 25.6 Tbit/s a pod of 256 chips. v5p: 'How to Scale Your Model', 6.25 GB/s. v4: PaLM
+# section 4, 81 Tbit/s across pods of 6,144 chips in all. Latency: none is published; that of NCCL's
+# network step stands in. Memory: what the TPU compiler says is there ("exceeds available HBM
+# (15.75G)"), less than the 16, 32 and 96 GiB of the part.
 _NETWORK_STEP_S = 14e-6
 
 
 def _tpu(
-    name: str, bf16: float, int8: float, memory_bytes_per_s: float, gib: float, ici_bytes_per_s: float, dcn: float
+    name: str,
+    bf16: float,
+    int8: float,
+    memory_bytes_per_s: float,
+    gib: float,
+    ici_bytes_per_s: float,
+    dcn: float,
 ) -> Hardware:
     return Hardware(
         name=name,
-        peak_flops_per_s={"bfloat16": bf16, "float16": bf16, "float32": bf16, "int8": int8, "uint8": int8},
+        peak_flops_per_s={
+            "bfloat16": bf16,
+            "float16": bf16,
+            "float32": bf16,
+            "int8": int8,
+            "uint8": int8,
+        },
         memory_bytes_per_s=memory_bytes_per_s,
         memory_bytes=int(gib * GIB),
         link=Link(alpha_s=1e-6, bytes_per_s=ici_bytes_per_s, topology="ring"),
@@ -262,11 +311,12 @@ tpu_v5p = _tpu("tpu_v5p", 4.59e14, 9.18e14, 2.8e12, 95.73, 1.8e11, 6.25e9)
 tpu_v5e = _tpu("tpu_v5e", 1.97e14, 3.94e14, 8.1e11, 15.75, 9e10, 3.125e9)
 tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 31.24, 1.8e11, 1.25e10)
 
-# GPUs: dense rates (no sparsity), SXM modules. XLA multiplies float32 in TF32 by default on these. NVLink: the
-# datasheets give both directions together; one device sends half of it. Step latency: NCCL's tuning table, ring over
-# NVLink with the Simple protocol, 3.4 us; over a network, 14 us. `link` is inside one NVLink domain, `dcn` outside: a
-# GPU's own InfiniBand port in NVIDIA's DGX A100 (200 Gbit/s), DGX H100, H200 and B200 (400 Gbit/s). Memory: what CUDA
-# reports on these parts (see autoshard.target_parts).
+# GPUs: dense rates (no sparsity), SXM modules. XLA multiplies float32 in TF32 by default on these.
+# NVLink: the datasheets give both directions together; one device sends half of it. Step latency:
+# NCCL's tuning table, ring over NVLink with the Simple protocol, 3.4 us; over a network, 14 us.
+# `link` is inside one NVLink domain, `dcn` outside: a GPU's own InfiniBand port in NVIDIA's DGX
+# A100 (200 Gbit/s), DGX H100, H200 and B200 (400 Gbit/s). Memory: what CUDA reports on these parts
+# (see autoshard.target_parts).
 _HDR, _NDR = Link(_NETWORK_STEP_S, 2.5e10), Link(_NETWORK_STEP_S, 5e10)
 _NCCL = "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not measured"
 
@@ -304,7 +354,8 @@ h100 = Hardware(
     memory_bytes_per_s=3.35e12,
     memory_bytes=int(79.1 * GIB),
     link=Link(alpha_s=3.4e-6, bytes_per_s=4.5e11),
-    # Llama 3 (2024), table 4: 38 to 43 % of the bfloat16 peak on 8,192 to 16,384 H100, communication included.
+    # Llama 3 (2024), table 4: 38 to 43 % of the bfloat16 peak on 8,192 to 16,384 H100,
+    # communication included.
     efficiency=0.43,
     overlap=0.5,
     source=f"NVIDIA H100 datasheet, SXM (900 GB/s NVLink); efficiency: Llama 3 (2024) table 4; {_NCCL}",
@@ -337,13 +388,14 @@ b200 = replace(
     source=f"NVIDIA HGX B200 datasheet (1.8 TB/s NVLink), dense rates; efficiency: that of h100, unmeasured; {_NCCL}",
 )
 
-# Fake CPU devices (`jax_num_cpu_devices`) share the cores, so these are rates per device while all 8 work, and "links"
-# are copies through memory. Measured by `make bench` (tests/cost_model/test_cpu_preset.py) on 2026-11-29, 8 devices on
-# 2 cores, jax 0.10.2: matmuls of 128 to 512 rows 3.5e10 to 4.9e10 flops/s; streaming 1 to 16 MiB 0.9e10 to 1.8e10
-# bytes/s; all_gather and all_reduce of few bytes over 2, 4, 8 devices 8 to 40 us a step (fewer for more devices); of 1
-# to 4 MiB 0.9e9 to 5e9 bytes/s. Efficiency: what is left of the matmul rate in the train step of
-# examples/transformer.py, whose matmuls are smaller. Overlap: the collectives of XLA:CPU block. Memory: 24 GiB for 8
-# devices and the rest of the system.
+# Fake CPU devices (`jax_num_cpu_devices`) share the cores, so these are rates per device while all
+# 8 work, and "links" are copies through memory. Measured by `make bench`
+# (tests/cost_model/test_cpu_preset.py) on 2026-11-29, 8 devices on 2 cores, jax 0.10.2: matmuls of
+# 128 to 512 rows 3.5e10 to 4.9e10 flops/s; streaming 1 to 16 MiB 0.9e10 to 1.8e10 bytes/s;
+# all_gather and all_reduce of few bytes over 2, 4, 8 devices 8 to 40 us a step (fewer for more
+# devices); of 1 to 4 MiB 0.9e9 to 5e9 bytes/s. Efficiency: what is left of the matmul rate in the
+# train step of examples/transformer.py, whose matmuls are smaller. Overlap: the collectives of
+# XLA:CPU block. Memory: 24 GiB for 8 devices and the rest of the system.
 cpu = Hardware(
     name="cpu",
     peak_flops_per_s={"float32": 4.0e10},
@@ -356,9 +408,12 @@ cpu = Hardware(
 )
 
 _PRESETS = (tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, a100, h100, h200, b200, cpu)
-PRESETS: Mapping[str, Hardware] = MappingProxyType({hardware.name: hardware for hardware in _PRESETS})
+PRESETS: Mapping[str, Hardware] = MappingProxyType(
+    {hardware.name: hardware for hardware in _PRESETS}
+)
 
-# How `jax.Device.device_kind` starts, in lower case, longest first; jax calls v5e "TPU v5 lite" and v6e "TPU v6 lite".
+# How `jax.Device.device_kind` starts, in lower case, longest first; jax calls v5e "TPU v5 lite" and
+# v6e "TPU v6 lite".
 _DEVICE_KINDS = (
     ("tpu v5 lite", tpu_v5e),
     ("tpu v5litepod", tpu_v5e),
@@ -395,7 +450,10 @@ def hardware_for(name_or_device_kind: str) -> Hardware:
         if wanted.startswith(kind):
             return hardware
     raise HardwareError(
-        f"hardware={name_or_device_kind!r} is not known; presets are {', '.join(PRESETS)}. Pass the preset that comes "
-        f"closest, or a Hardware(...) with numbers of your own: the time of a large matmul and of a large copy give "
-        f"peak_flops_per_s and memory_bytes_per_s, an all_gather of few and of many bytes give the link."
+        f"hardware={name_or_device_kind!r} is not known; presets are {', '.join(PRESETS)}. Pass "
+        f"the preset that comes "
+        f"closest, or a Hardware(...) with numbers of your own: the time of a large matmul and of "
+        f"a large copy give "
+        f"peak_flops_per_s and memory_bytes_per_s, an all_gather of few and of many bytes give the "
+        f"link."
     )

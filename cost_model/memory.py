@@ -1,16 +1,21 @@
-"""Peak memory by liveness, as a table: rows are program points, columns are signatures, entries are global bytes alive.
+"""Peak memory by liveness, as a table: rows are program points, columns are signatures, entries are
+global bytes alive.
 
-For a candidate the peak is the maximum over rows of (bytes alive / pieces each signature is cut into), plus what the
-point itself gathers. The rules:
+For a candidate the peak is the maximum over rows of (bytes alive / pieces each signature is cut
+into), plus what the point itself gathers. The rules:
 
-- a result that only fusing primitives read is never stored, and what it was computed from lives until its last reader
-  (an expensive one, such as exp, with two readers is stored all the same); what fuses is the backend's;
-- points follow the backend's schedule (`schedule`): XLA:CPU runs an equation as soon as its operands are there, for the
-  sake of concurrency, and so holds more than one that follows the program;
+- a result that only fusing primitives read is never stored, and what it was computed from lives
+  until its last reader (an expensive one, such as exp, with two readers is stored all the same);
+  what fuses is the backend's;
+- points follow the backend's schedule (`schedule`): XLA:CPU runs an equation as soon as its
+  operands are there, for the sake of concurrency, and so holds more than one that follows the
+  program;
 - an update (scatter, dynamic_update_slice) is done in place where its operand dies there;
-- donated arguments die at their last use, others live to the end; outputs live from where they are made;
-- the points of a loop body add to what is alive around the loop: stacked results from its start, one slice of each
-  scanned operand, carries once (XLA updates them in place); bodies that are no loops share their operands.
+- donated arguments die at their last use, others live to the end; outputs live from where they are
+  made;
+- the points of a loop body add to what is alive around the loop: stacked results from its start,
+  one slice of each scanned operand, carries once (XLA updates them in place); bodies that are no
+  loops share their operands.
 """
 
 from __future__ import annotations
@@ -31,14 +36,17 @@ LOOPS = frozenset({"scan", "while"})
 
 @dataclass(frozen=True, eq=False)
 class MemoryTable:
-    """Bytes alive at each program point, points in the order of the schedule (the points of a body lie together).
+    """Bytes alive at each program point, points in the order of the schedule (the points of a body
+    lie together).
 
     Attributes:
         alive_bytes: [points, columns] global bytes alive.
         point_eqn: For each point the `Eqn.index` that runs there.
-        point_of: By `Eqn.index`, its point (of a fused one, that of its last reader); with bodies, the last of theirs.
-        copied_at: By `Value.index`, the point from which copies in other specs are alive at the latest: where the value
-            is made or its body begins, if what is ready runs; `END` where copies are made for their first reader.
+        point_of: By `Eqn.index`, its point (of a fused one, that of its last reader); with bodies,
+            the last of theirs.
+        copied_at: By `Value.index`, the point from which copies in other specs are alive at the
+            latest: where the value is made or its body begins, if what is ready runs; `END` where
+            copies are made for their first reader.
     """
 
     alive_bytes: NDArray[np.float64]
@@ -86,8 +94,16 @@ class _Builder:
             row[self._column_of(value)] += value.bytes
         return row
 
-    def _visit(self, body: Body, around: NDArray[np.float64], owned: Iterable[Value], keep: frozenset[Value]) -> None:
-        """Points of a body. `owned` inputs count here, the others are counted by whoever calls; `keep` never dies."""
+    def _visit(
+        self,
+        body: Body,
+        around: NDArray[np.float64],
+        owned: Iterable[Value],
+        keep: frozenset[Value],
+    ) -> None:
+        """Points of a body. `owned` inputs count here, the others are counted by whoever calls;
+        `keep` never dies.
+        """
         plan = self._plans[body]
         last: dict[Buffer, int] = {}
         for position, node in enumerate(plan.nodes):
@@ -107,7 +123,10 @@ class _Builder:
             alive |= made
             row = row + self._bytes(made)
             if node.eqn is not None:
-                self._point(node.eqn, row - self._bytes({node.updated} & dead if node.updated in node.reads else ()))
+                self._point(
+                    node.eqn,
+                    row - self._bytes({node.updated} & dead if node.updated in node.reads else ()),
+                )
             alive -= dead
             row = row - self._bytes(dead)
         for index, reader in plan.fused.items():
@@ -127,10 +146,14 @@ class _Builder:
             for value in values:
                 self._copied_at[value.index] = point
 
-    def _enter(self, eqn: Eqn, row: NDArray[np.float64], made: set[Buffer], dying: set[Buffer]) -> None:
+    def _enter(
+        self, eqn: Eqn, row: NDArray[np.float64], made: set[Buffer], dying: set[Buffer]
+    ) -> None:
         """The bodies of an equation, one after the other (branches: one of them runs)."""
         outside = row
-        if eqn.primitive in LOOPS:  # results exist from the start; a carry that ends here becomes its result
+        if (
+            eqn.primitive in LOOPS
+        ):  # results exist from the start; a carry that ends here becomes its result
             carried = {(t.outer, ()) for t in eqn.ties if t.flow is Flow.BACK}
             begins = {start for start, _ in eqn.carries}
             starts = {(t.outer, ()) for t in eqn.ties if t.flow is Flow.IN and t.inner in begins}
@@ -158,4 +181,6 @@ def memory_table(
         backend: What fuses, and in which order things run.
         plans: What `schedules` says, if it is known.
     """
-    return _Builder(program, donated, columns, column_of, backend, plans or schedules(program.body, backend)).build()
+    return _Builder(
+        program, donated, columns, column_of, backend, plans or schedules(program.body, backend)
+    ).build()

@@ -1,8 +1,8 @@
 """What it takes to bring a value from one spec to another, for many values at once.
 
-A spec is a small number here (`Specs.number`): which dimension each mesh axis splits, and their order where they share
-one. What moves between two specs does not depend on the value (`Transition`), so it is found once per pair; bytes and
-seconds follow from arrays.
+A spec is a small number here (`Specs.number`): which dimension each mesh axis splits, and their
+order where they share one. What moves between two specs does not depend on the value
+(`Transition`), so it is found once per pair; bytes and seconds follow from arrays.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Specs:
                 self._pair[source, target] = len(self._transitions)
                 self._transitions.append(_transition(self._spec[source], self._spec[target]))
             self._table = np.array(
-                [(t.moved, t.gone, t.kept, t.early, t.shuffled) for t in self._transitions], dtype=np.int64
+                [(t.moved, t.gone, t.kept, t.early, t.shuffled) for t in self._transitions],
+                dtype=np.int64,
             ).reshape(-1, 5)
             found = self._pair[have, want]
         return self._table[found]
@@ -121,8 +122,8 @@ class Specs:
 def _transition(have: tuple[tuple[int, ...], ...], want: tuple[tuple[int, ...], ...]) -> Transition:
     """What moves between two specs, given as the mesh axes of each dimension.
 
-    Along a dimension the first mesh axis counts slowest. Where an axis stays but not first, or axes change places,
-    every device holds another one's piece: a collective_permute of it.
+    Along a dimension the first mesh axis counts slowest. Where an axis stays but not first, or axes
+    change places, every device holds another one's piece: a collective_permute of it.
     """
 
     def bits(axes: set[int]) -> int:
@@ -142,12 +143,16 @@ def _transition(have: tuple[tuple[int, ...], ...], want: tuple[tuple[int, ...], 
 
 
 def _shuffled(have: tuple[tuple[int, ...], ...], want: tuple[tuple[int, ...], ...]) -> set[int]:
-    """Mesh axes of the dimensions along which the pieces of one spec lie on other devices than those of the other."""
+    """Mesh axes of the dimensions along which the pieces of one spec lie on other devices than
+    those of the other.
+    """
     shuffled: set[int] = set()
     for i, old in enumerate(have):
         for j, new in enumerate(want):
             before, after = [a for a in old if a in new], [a for a in new if a in old]
-            if before != after or (i == j and (before != list(old[: len(before)]) or after != list(new[: len(after)]))):
+            if before != after or (
+                i == j and (before != list(old[: len(before)]) or after != list(new[: len(after)]))
+            ):
                 shuffled |= {*old, *new}
     return shuffled
 
@@ -169,9 +174,13 @@ class Moves:
         """
         some = np.flatnonzero(mask)
         if len(some):
-            self._parts.append((row[some], mask[some] * len(KINDS) + KINDS.index(kind), full_bytes[some]))
+            self._parts.append(
+                (row[some], mask[some] * len(KINDS) + KINDS.index(kind), full_bytes[some])
+            )
 
-    def reshard(self, specs: Specs, row: Array, value_bytes: Array, have: Array, want: Array) -> None:
+    def reshard(
+        self, specs: Specs, row: Array, value_bytes: Array, have: Array, want: Array
+    ) -> None:
         """Adds what brings values from one spec to another; slicing is free.
 
         Args:
@@ -189,27 +198,37 @@ class Moves:
         at = kept | gone
         held = value_bytes // specs.devices[at]
         self.add("all_to_all", row, moved, held * specs.devices[moved])
-        self.add("all_gather", row, gone, value_bytes // specs.devices[kept] // specs.devices[early])
+        self.add(
+            "all_gather", row, gone, value_bytes // specs.devices[kept] // specs.devices[early]
+        )
         if shuffled.any():
             new = specs.transitions(want[differ], have[differ])
             most = np.maximum(specs.devices[at], specs.devices[new[:, 1] | new[:, 2]])
             self.add("collective_permute", row, shuffled, value_bytes // most)
 
     def arrays(self) -> tuple[Array, Array, Array]:
-        """(cost, set of mesh axes times kinds plus kind, bytes of the full value) of every collective."""
+        """(cost, set of mesh axes times kinds plus kind, bytes of the full value) of every
+        collective.
+        """
         if not self._parts:
             empty = np.zeros(0, dtype=np.int64)
             return empty, empty, empty
-        row, slot, full_bytes = (np.concatenate([part[i] for part in self._parts]) for i in range(3))
+        row, slot, full_bytes = (
+            np.concatenate([part[i] for part in self._parts]) for i in range(3)
+        )
         return row, slot, full_bytes
 
 
 class Links:
-    """Seconds and bytes of collectives by slot: set of mesh axes (bits) times the kinds, plus the kind."""
+    """Seconds and bytes of collectives by slot: set of mesh axes (bits) times the kinds, plus the
+    kind.
+    """
 
     LARGE = 1 << 40
 
-    def __init__(self, hardware: Hardware, placements: Placements, mesh_axes: Mapping[str, int]) -> None:
+    def __init__(
+        self, hardware: Hardware, placements: Placements, mesh_axes: Mapping[str, int]
+    ) -> None:
         self.axes: list[tuple[str, ...]] = []
         self.slots = len(KINDS) << len(placements.axes)
         self.group: Array = np.ones(self.slots, dtype=np.int64)

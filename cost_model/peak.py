@@ -1,7 +1,8 @@
 """Peak memory of many layouts at once: a maximum over few program points of sums of table look-ups.
 
-Points at which equations of one class run differ only in what is alive around them; of these only those can be the peak
-that stand out between their like in the layers before and after (of 32 unrolled layers the first and the last).
+Points at which equations of one class run differ only in what is alive around them; of these only
+those can be the peak that stand out between their like in the layers before and after (of 32
+unrolled layers the first and the last).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class MemoryColumn(NamedTuple):
     Attributes:
         placement: Their column of the placements.
         borrowed: What they inherit.
-        shut: Arguments and outputs: where a mesh axis does not divide them they are whole; others are left open there.
+        shut: Arguments and outputs: where a mesh axis does not divide them they are whole; others
+            are left open there.
     """
 
     placement: int
@@ -79,10 +81,13 @@ class Peak:
         self._sums = np.concatenate([sums.added[kept].toarray(), sums.done[kept].toarray()], axis=1)
         self._counts = csr_array((len(kept), 3 * self._works))
         self._known_copies = -1
-        self._share: list[NDArray[np.float64]] = [np.ones((0, len(columns))) for _ in placements.axes]
+        self._share: list[NDArray[np.float64]] = [
+            np.ones((0, len(columns))) for _ in placements.axes
+        ]
 
     def _states(self, points: int) -> NDArray[np.float64]:
-        """[points, states] how many values of a class are in each state: which readers are yet to come or done.
+        """[points, states] how many values of a class are in each state: which readers are yet to
+        come or done.
 
         Whatever readers share copies, the number of copies alive is a sum of these.
         """
@@ -93,8 +98,12 @@ class Peak:
             keys = rng.integers(1, 1 << 62, size=len(ends), dtype=np.uint64)
             order = np.argsort(ends, axis=0, kind="stable")
             at = np.take_along_axis(ends, order, axis=0)
-            hashes, state = np.unique(np.cumsum(keys[order], axis=0, dtype=np.uint64)[:-1], return_inverse=True)
-            state = state.reshape(at[:-1].shape)  # of a value from `at` to the next of them; nothing is left at the end
+            hashes, state = np.unique(
+                np.cumsum(keys[order], axis=0, dtype=np.uint64)[:-1], return_inverse=True
+            )
+            state = state.reshape(
+                at[:-1].shape
+            )  # of a value from `at` to the next of them; nothing is left at the end
             change = np.zeros((points + 1, len(hashes)))
             np.add.at(change, (at[:-1], state), 1.0)
             np.add.at(change, (at[1:], state), -1.0)
@@ -106,7 +115,9 @@ class Peak:
         """How many are left."""
         return len(self._points)
 
-    def at_peak(self, index: NDArray[np.int32], held: tuple[Array, Array, Array]) -> tuple[int, float]:
+    def at_peak(
+        self, index: NDArray[np.int32], held: tuple[Array, Array, Array]
+    ) -> tuple[int, float]:
         """The point at which one layout peaks, and the bytes that it holds there beside the values.
 
         Args:
@@ -115,12 +126,18 @@ class Peak:
         """
         share = self.shares(index)
         _, column, beside = held
-        extra = np.bincount(column, beside, self._counts.shape[1]) if len(column) else np.zeros(self._counts.shape[1])
+        extra = (
+            np.bincount(column, beside, self._counts.shape[1])
+            if len(column)
+            else np.zeros(self._counts.shape[1])
+        )
         at_points = (self._alive @ share.T)[:, 0] + self._counts @ extra
         peak = int(at_points.argmax())
         return int(self._points[peak]), float((self._counts[[peak]] @ extra)[0])
 
-    def bytes(self, index: NDArray[np.int32], held: tuple[Array, Array, Array]) -> NDArray[np.float64]:
+    def bytes(
+        self, index: NDArray[np.int32], held: tuple[Array, Array, Array]
+    ) -> NDArray[np.float64]:
         """[layouts] peak bytes.
 
         Args:
@@ -157,9 +174,15 @@ class Peak:
         total = len(self._copies.uses)
         if self._known_copies < total:
             self._known_copies = max(self._known_copies, 0)
-            blocks = [self._counts_of_works()] if not self._known_copies else [self._counts.toarray()]
+            blocks = (
+                [self._counts_of_works()] if not self._known_copies else [self._counts.toarray()]
+            )
             for number in range(self._known_copies, total):
-                blocks.append(self._alive_copies(self._copies.uses[number], self._copies.readers[number])[:, None])
+                blocks.append(
+                    self._alive_copies(self._copies.uses[number], self._copies.readers[number])[
+                        :, None
+                    ]
+                )
             self._counts = csr_array(np.concatenate(blocks, axis=1))
             self._known_copies = total
 
@@ -169,7 +192,9 @@ class Peak:
         if len(self._lent):
             taker, column, dim, _ = self._lent.T
             starts = np.flatnonzero(np.diff(taker, prepend=-1))
-            split[:, taker[starts]] |= np.logical_or.reduceat(rows[:, column] == dim, starts, axis=1)
+            split[:, taker[starts]] |= np.logical_or.reduceat(
+                rows[:, column] == dim, starts, axis=1
+            )
         return split
 
     def _counts_of_works(self) -> NDArray[np.float64]:
@@ -189,7 +214,9 @@ class Peak:
 
 
 def _points(table: MemoryTable, uses: Uses) -> NDArray[np.int64]:
-    """[kinds of reader, values, 2]: the first and the last point at which a copy for such readers is alive."""
+    """[kinds of reader, values, 2]: the first and the last point at which a copy for such readers
+    is alive.
+    """
     points = np.sort(table.point_of[uses.spans], axis=2)
     points[:, :, 0] = np.minimum(points[:, :, 0], table.copied_at[uses.members])
     return points
@@ -198,15 +225,18 @@ def _points(table: MemoryTable, uses: Uses) -> NDArray[np.int64]:
 def _vertices(rows: NDArray[np.float64], work: Array) -> Array:
     """Rows that may be the largest under some non-negative weights.
 
-    A row at or below the mean of the rows before and after it *in like surroundings* (the same equation one layer
-    earlier and later) is never the only maximum: along a sequence that is convex the ends are. Surroundings only guide
-    where to look; what is dropped is dropped by the inequality.
+    A row at or below the mean of the rows before and after it *in like surroundings* (the same
+    equation one layer earlier and later) is never the only maximum: along a sequence that is convex
+    the ends are. Surroundings only guide where to look; what is dropped is dropped by the
+    inequality.
     """
     if not len(rows):
         return np.zeros(0, dtype=np.int64)
     padded = np.concatenate([np.full(WINDOW, -2), work, np.full(WINDOW, -3)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * WINDOW + 1)
-    weights = np.random.default_rng(0).integers(1 << 62, size=windows.shape[1])  # equal hashes: like surroundings
+    weights = np.random.default_rng(0).integers(
+        1 << 62, size=windows.shape[1]
+    )  # equal hashes: like surroundings
     _, like = np.unique(windows @ weights, return_inverse=True)
     order = np.argsort(like.ravel(), kind="stable")
     alike = like.ravel()[order]

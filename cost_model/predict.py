@@ -1,12 +1,12 @@
 """Stage 5: predicts time, collectives and peak memory of layouts, without compiling anything.
 
-Every equation's work is split as first-fit over its loops says; each operand is resharded from its own spec to what the
-work needs, and a reduced loop that is split leaves a partial sum (DESIGN: all_reduce, or reduce_scatter where the
-result's own spec takes the axis up). A value brought to a given spec is paid once per body. Several mesh axes in one
-move are one collective.
+Every equation's work is split as first-fit over its loops says; each operand is resharded from its
+own spec to what the work needs, and a reduced loop that is split leaves a partial sum (DESIGN:
+all_reduce, or reduce_scatter where the result's own spec takes the axis up). A value brought to a
+given spec is paid once per body. Several mesh axes in one move are one collective.
 
-A layout is a few small numbers (see `placements`), a class's cost a row of a table (see `costs`), the peak a maximum
-over few points (see `peak`); so thousands of layouts are predicted at once.
+A layout is a few small numbers (see `placements`), a class's cost a row of a table (see `costs`),
+the peak a maximum over few points (see `peak`); so thousands of layouts are predicted at once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,11 @@ class Predictor:
     """
 
     def __init__(
-        self, problem: Problem, hardware: Hardware, donated: Sequence[bool], backend: Backend = ACCELERATOR
+        self,
+        problem: Problem,
+        hardware: Hardware,
+        donated: Sequence[bool],
+        backend: Backend = ACCELERATOR,
     ) -> None:
         """Builds the classes and the memory table.
 
@@ -120,16 +124,21 @@ class Predictor:
         columns: dict[MemoryColumn, int] = {}
         self._column_of = of_value = [
             columns.setdefault(
-                MemoryColumn(self.placements.value_column(v), lent[v.index], v.index in shut), len(columns)
+                MemoryColumn(self.placements.value_column(v), lent[v.index], v.index in shut),
+                len(columns),
             )
             for v in problem.program.values
         ]
         self._arguments: Counter[tuple[int, Group]] = Counter()
         for value, group in zip(problem.program.body.inputs, problem.groups.of_input, strict=True):
             self._arguments[of_value[value.index], group] += value.bytes
-        table = memory_table(problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans)
+        table = memory_table(
+            problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans
+        )
         sums = find_sums(table, classes, problem.roles.axes, combined=backend.combines_sums)
-        self._peak = Peak(table, classes, list(columns), self.placements, self._costs.copy_columns, sums)
+        self._peak = Peak(
+            table, classes, list(columns), self.placements, self._costs.copy_columns, sums
+        )
 
     @property
     def points(self) -> int:
@@ -137,7 +146,9 @@ class Predictor:
         return self._peak.points
 
     def predict(self, layout: Layout) -> Prediction:
-        """The prediction of one layout (as if its constraints are stated inside; see `Layout.inside`)."""
+        """The prediction of one layout (as if its constraints are stated inside; see
+        `Layout.inside`).
+        """
         return self.predict_each(self.placements.of_layout(layout)[None])[0]
 
     def holdings(self, layout: Layout) -> Holdings:
@@ -149,13 +160,17 @@ class Predictor:
     def throughput(self, layout: Layout, samples_per_step: float | None = None) -> Throughput:
         """How well a layout uses the devices, by the model."""
         found, alone = self.predict(layout), self.predict(Layout(self.problem, ()))
-        return Throughput(found.time_s, found.compute_s, found.comm_s, alone.compute_s, samples_per_step)
+        return Throughput(
+            found.time_s, found.compute_s, found.comm_s, alone.compute_s, samples_per_step
+        )
 
     def predict_each(self, index: NDArray[np.int32]) -> list[Prediction]:
         """Whole predictions of a few layouts; see `predict_many`."""
         rows = self._costs.rows(index)
         found = self._sum(index, rows)
-        calls, sent = (table[rows].sum(axis=0) for table in (self._costs.calls, self._costs.sent_bytes))
+        calls, sent = (
+            table[rows].sum(axis=0) for table in (self._costs.calls, self._costs.sent_bytes)
+        )
         shares = self._peak.shares(index)
         predictions = []
         for n in range(len(index)):
@@ -173,11 +188,16 @@ class Predictor:
             )
         return predictions
 
-    def _collectives(self, calls: NDArray[np.float64], sent: NDArray[np.float64]) -> tuple[Collective, ...]:
+    def _collectives(
+        self, calls: NDArray[np.float64], sent: NDArray[np.float64]
+    ) -> tuple[Collective, ...]:
         axes = self._costs.links.axes
-        named = sorted((KINDS[slot % len(KINDS)], axes[slot], slot) for slot in np.flatnonzero(calls).tolist())
+        named = sorted(
+            (KINDS[slot % len(KINDS)], axes[slot], slot) for slot in np.flatnonzero(calls).tolist()
+        )
         return tuple(
-            Collective(kind, over, round(float(calls[slot])), round(float(sent[slot]))) for kind, over, slot in named
+            Collective(kind, over, round(float(calls[slot])), round(float(sent[slot])))
+            for kind, over, slot in named
         )
 
     def predict_many(self, index: NDArray[np.int32]) -> Predictions:
@@ -187,13 +207,21 @@ class Predictor:
             index: [layouts, mesh axes + 1] from `placements`.
         """
         parts = [self._chunk(index[i : i + CHUNK]) for i in range(0, max(len(index), 1), CHUNK)]
-        return Predictions(*(np.concatenate([getattr(part, name) for part in parts]) for name in Predictions.__slots__))
+        return Predictions(
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in Predictions.__slots__
+            )
+        )
 
     def least_s(self) -> float:
-        """A lower bound on the predicted time of any layout: compute, every class split as far as it can be.
+        """A lower bound on the predicted time of any layout: compute, every class split as far as
+        it can be.
 
-        Certified: overlap hides communication behind compute at most, so the time is never less than that of compute;
-        and no rule list splits a class further than by each mesh axis that divides one of its loops.
+        Certified: overlap hides communication behind compute at most, so the time is never less
+            than that of compute;
+        and no rule list splits a class further than by each mesh axis that divides one of its
+        loops.
         """
         return self._costs.least_compute_s()
 
@@ -201,9 +229,13 @@ class Predictor:
         """Predicted collective bytes of a rule list."""
         return self.predict(Layout(self.problem, rules)).collective_bytes
 
-    def collective_s(self, kind: str, axes: Sequence[str], full_bytes: int, group_size: int) -> float:
+    def collective_s(
+        self, kind: str, axes: Sequence[str], full_bytes: int, group_size: int
+    ) -> float:
         """Seconds of one collective over these mesh axes (all links where they are unknown)."""
-        link, _ = joint(self.hardware, self.problem.mesh_axes, axes or tuple(self.problem.mesh_axes))
+        link, _ = joint(
+            self.hardware, self.problem.mesh_axes, axes or tuple(self.problem.mesh_axes)
+        )
         return collective_s(kind, full_bytes, link, group_size)
 
     def _chunk(self, index: NDArray[np.int32]) -> Predictions:

@@ -16,7 +16,9 @@ from autoshard.program import Eqn
 
 
 class Reads:
-    """Operands, results or readers as arrays: which value, which work, and the dimension of each loop."""
+    """Operands, results or readers as arrays: which value, which work, and the dimension of each
+    loop.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,9 @@ class Reads:
         self.sizes = np.ones((count, rank + 1), dtype=np.int64)
         self.closed = np.zeros((count, rank + 1), dtype=bool)
         for i, (eqn, operand) in enumerate(items):
-            self.closed[i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.loops))] = True
+            self.closed[i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.loops))] = (
+                True
+            )
             for dim in reversed(range(len(operand.loops))):
                 self.dim_of_loop[i, operand.loops[dim]] = dim
             self.sizes[i, : len(operand.loops)] = operand.value.shape

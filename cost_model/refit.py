@@ -1,9 +1,10 @@
 """Refits the predictor's coefficients to what programs were found to take, inside one search.
 
-A step's seconds are those of its compute and of its collectives over each set of mesh axes, each times a factor that is
-1 where the hardware was described rightly. The factors are fitted to relative errors by non-negative least squares with
-Huber's weights (one program that behaves oddly does not bend them), and a prior that all factors are the same: where
-few programs were seen, or all alike, only what they say together is taken from them.
+A step's seconds are those of its compute and of its collectives over each set of mesh axes, each
+times a factor that is 1 where the hardware was described rightly. The factors are fitted to
+relative errors by non-negative least squares with Huber's weights (one program that behaves oddly
+does not bend them), and a prior that all factors are the same: where few programs were seen, or all
+alike, only what they say together is taken from them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ROUNDS = 20
 """Of reweighting; each is a few microseconds."""
 
 PRIOR = 0.05
-"""Weight of the prior against one program's relative error: with the noise of a clock (5 %), two programs that disagree
-with it by half outweigh it."""
+"""Weight of the prior against one program's relative error: with the noise of a clock (5 %), two
+programs that disagree with it by half outweigh it."""
 
 HUBER = 0.1
 """Relative errors beyond this count linearly: twice what the clock's noise explains."""
@@ -69,7 +70,9 @@ class Factors:
         return Parts(self.compute * parts.compute_s, comm)
 
     def __str__(self) -> str:
-        named = ", ".join(f"collectives over {','.join(axes) or '?'} x{by:.3g}" for axes, by in self.comm.items())
+        named = ", ".join(
+            f"collectives over {','.join(axes) or '?'} x{by:.3g}" for axes, by in self.comm.items()
+        )
         return f"compute x{self.compute:.3g}" + (f", {named}" if named else "")
 
 
@@ -84,7 +87,10 @@ def time_s(parts: Parts, overlap: float) -> float:
 
 
 def parts_of(
-    hardware: Hardware, mesh_axes: Mapping[str, int], compute_s: float, collectives: Iterable[Collective]
+    hardware: Hardware,
+    mesh_axes: Mapping[str, int],
+    compute_s: float,
+    collectives: Iterable[Collective],
 ) -> Parts:
     """The parts of a step, from seconds of compute and a summary of its collectives.
 
@@ -101,7 +107,9 @@ def parts_of(
 
 
 def summary_s(hardware: Hardware, mesh_axes: Mapping[str, int], collective: Collective) -> float:
-    """Alpha-beta seconds of a summary: all its bytes over the slowest link, a ring's steps for each one."""
+    """Alpha-beta seconds of a summary: all its bytes over the slowest link, a ring's steps for each
+    one.
+    """
     link, size = joint(hardware, mesh_axes, collective.axes or tuple(mesh_axes))
     steps = {"all_reduce": 2 * (size - 1), "collective_permute": 1}.get(collective.kind, size - 1)
     return collective.count * steps * link.alpha_s + collective.bytes / link.bytes_per_s
@@ -124,7 +132,11 @@ def refit(programs: Sequence[tuple[Parts, float]], overlap: float) -> Factors:
     >>> str(refit(slow_link, overlap=0.0))
     'compute x1.02, collectives over x x9.9'
     """
-    known = [(parts, found_s) for parts, found_s in programs if found_s > 0 and time_s(parts, overlap) > 0]
+    known = [
+        (parts, found_s)
+        for parts, found_s in programs
+        if found_s > 0 and time_s(parts, overlap) > 0
+    ]
     if not known:
         return Factors()
     axes = sorted({a for parts, _ in known for a in parts.comm_s})
@@ -141,11 +153,17 @@ def refit(programs: Sequence[tuple[Parts, float]], overlap: float) -> Factors:
         before, (factors, _) = factors, nnls(np.vstack([rows * weights[:, None], prior]), wanted)
         if np.allclose(factors, before, rtol=1e-6):
             break
-    return Factors(float(factors[0]), dict(zip(axes, factors[1:].tolist(), strict=True)), same, len(known))
+    return Factors(
+        float(factors[0]), dict(zip(axes, factors[1:].tolist(), strict=True)), same, len(known)
+    )
 
 
-def _gradients(columns: NDArray[np.float64], factors: NDArray[np.float64], overlap: float) -> NDArray[np.float64]:
-    """How each program's seconds change with each factor: the smaller of compute and communication is partly hidden."""
+def _gradients(
+    columns: NDArray[np.float64], factors: NDArray[np.float64], overlap: float
+) -> NDArray[np.float64]:
+    """How each program's seconds change with each factor: the smaller of compute and communication
+    is partly hidden.
+    """
     compute_s = columns[:, 0] * factors[0]
     comm_s = columns[:, 1:] @ factors[1:]
     shown = np.ones_like(columns)

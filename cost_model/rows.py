@@ -1,7 +1,8 @@
-"""Rows of a group of classes: every way in which its columns are split that any layout asked for, numbered.
+"""Rows of a group of classes: every way in which its columns are split that any layout asked for,
+numbered.
 
-What the rows of each mesh axis say of the group's columns is numbered first (`_Outcomes`), then pairs of those numbers,
-mesh axis by mesh axis (`_Fold`): a layout's row is a few look-ups.
+What the rows of each mesh axis say of the group's columns is numbered first (`_Outcomes`), then
+pairs of those numbers, mesh axis by mesh axis (`_Fold`): a layout's row is a few look-ups.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Group:
         self._rows = np.zeros(0, dtype=np.int64)
 
     def rows(self, index: NDArray[np.int32], total: int) -> tuple[Array, Array]:
-        """[layouts] rows, and for those that are new (numbered from `total` on) the first layout that has them."""
+        """[layouts] rows, and for those that are new (numbered from `total` on) the first layout
+        that has them.
+        """
         number = np.zeros(len(index), dtype=np.int64)
         *axes, order = range(len(self._outcomes))
         for a in axes:
@@ -36,7 +39,9 @@ class Group:
         if len(fresh):
             self._learn_shares(index[fresh], number[fresh])
         if self._ordered:
-            mine = self._outcomes[order].of(self._placements.rows[order].array, self.columns)[index[:, order]]
+            mine = self._outcomes[order].of(self._placements.rows[order].array, self.columns)[
+                index[:, order]
+            ]
             mine = np.where(self._shares[number], mine, 0)
         else:
             mine = np.zeros(1, dtype=np.int64)
@@ -50,7 +55,9 @@ class Group:
         return self._rows[number], fresh[first]
 
     def _learn_shares(self, index: NDArray[np.int32], number: Array) -> None:
-        """For new outcomes of all mesh axes: True where two of them share a dimension, so that their order counts."""
+        """For new outcomes of all mesh axes: True where two of them share a dimension, so that
+        their order counts.
+        """
         new, first = np.unique(number, return_index=True)
         shares = np.zeros(len(new), dtype=bool)
         rows = self._placements.rows[:-1]
@@ -77,7 +84,8 @@ class _Outcomes:
             width, numbers = len(columns), self._numbers
             text = rows[known:, columns].tobytes()
             new = [
-                numbers.setdefault(text[i * width : (i + 1) * width], len(numbers)) for i in range(len(rows) - known)
+                numbers.setdefault(text[i * width : (i + 1) * width], len(numbers))
+                for i in range(len(rows) - known)
             ]
             self._of_row = np.concatenate([self._of_row, np.array(new, dtype=np.int64)])
         return self._of_row

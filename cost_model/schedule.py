@@ -1,4 +1,6 @@
-"""The order in which the equations of a body run, and which of their results are stored: what fuses into what."""
+"""The order in which the equations of a body run, and which of their results are stored: what fuses
+into what.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
 from autoshard.program import Body, Eqn, Flow, Value
 
 Buffer = tuple[Value, tuple[int, ...]]
-"""A value in memory, and in which order its dimensions lie there, major first: () for the order of its shape, (~i,) for
-operand i of a product, broadcast to the product's shape."""
+"""A value in memory, and in which order its dimensions lie there, major first: () for the order of
+its shape, (~i,) for operand i of a product, broadcast to the product's shape."""
 
 MOVING = frozenset(
     {
@@ -26,16 +28,19 @@ BRANCHING = frozenset({"concatenate", "pad"})
 MOST_INDICES = 15
 
 SCALES = frozenset({"mul", "neg", "square", "integer_pow"})
-"""What a library's reduction computes itself, of operands in memory: sums of products and squares (and what XLA draws
-out of a sum: a sign)."""
+"""What a library's reduction computes itself, of operands in memory: sums of products and squares
+(and what XLA draws out of a sum: a sign)."""
 
-UPDATES = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"})
+UPDATES = frozenset(
+    {"dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"}
+)
 """They change their first operand in place where nobody needs it any more."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """An equation that stores something or is no elementwise one, with everything fused into it; or a transposed copy.
+    """An equation that stores something or is no elementwise one, with everything fused into it; or
+    a transposed copy.
 
     Attributes:
         eqn: The equation; of a copy, None.
@@ -56,8 +61,10 @@ class Schedule:
 
     Attributes:
         nodes: In order.
-        fused: By `Eqn.index` of an equation without a node, the `Eqn.index` of the last node that it is fused into.
-        loads: By `Eqn.index`, the operands (by number) that come from memory; what a node needs twice it loads once.
+        fused: By `Eqn.index` of an equation without a node, the `Eqn.index` of the last node that
+            it is fused into.
+        loads: By `Eqn.index`, the operands (by number) that come from memory; what a node needs
+            twice it loads once.
         stored: Results that reach memory.
     """
 
@@ -112,7 +119,11 @@ def schedule(body: Body, backend: Backend) -> Schedule:
             updated = (eqn.inputs[0], ()) if eqn.primitive in UPDATES else None
             nodes.append(Node(eqn, tuple(reads), makes, updated))
             fused |= dict.fromkeys(inside, eqn.index)
-        again = backend.instruction_fusion and eqn.primitive not in EXPENSIVE and eqn.index not in fusion.at_many
+        again = (
+            backend.instruction_fusion
+            and eqn.primitive not in EXPENSIVE
+            and eqn.index not in fusion.at_many
+        )
         if fusion.fusible(eqn) and (not makes or (again and _at_most_unary(eqn, spread_out))):
             behind |= dict.fromkeys(eqn.outputs, reads)
             through |= {value: [*dict.fromkeys(inside), eqn.index] for value in eqn.outputs}
@@ -134,7 +145,8 @@ def schedule(body: Body, backend: Backend) -> Schedule:
 
 
 def _at_most_unary(eqn: Eqn, spread_out: set[Value]) -> bool:
-    """True if it reads at most one value as large as its result: XLA computes such a one again even where it is stored.
+    """True if it reads at most one value as large as its result: XLA computes such a one again even
+    where it is stored.
 
     Reference:
         XLA, InstructionFusion::EffectivelyAtMostUnary.
@@ -144,11 +156,13 @@ def _at_most_unary(eqn: Eqn, spread_out: set[Value]) -> bool:
 
 
 class _Fusion:
-    """Decides, readers first, which results reach memory: the body's, and what some reader cannot compute itself.
+    """Decides, readers first, which results reach memory: the body's, and what some reader cannot
+    compute itself.
 
-    A producer is computed once for each index at which a fusion's root needs it: elementwise readers hand on the index
-    of their own result, others ask at new ones. XLA gives up beyond `MOST_INDICES`, and for producers that branch (pad,
-    concatenate) beyond one (FusionNodeIndexingEvaluation::CodeDuplicationTooHigh).
+    A producer is computed once for each index at which a fusion's root needs it: elementwise
+    readers hand on the index of their own result, others ask at new ones. XLA gives up beyond
+    `MOST_INDICES`, and for producers that branch (pad, concatenate) beyond one
+    (FusionNodeIndexingEvaluation::CodeDuplicationTooHigh).
     """
 
     def __init__(self, body: Body, backend: Backend) -> None:
@@ -168,7 +182,11 @@ class _Fusion:
 
     def _visit(self, eqn: Eqn, outputs: set[Value]) -> None:
         own = [reader for value in eqn.outputs for reader in self._readers.get(value, ())]
-        only_summed = own and outputs.isdisjoint(eqn.outputs) and all(r.primitive in REDUCTIONS for r, _ in own)
+        only_summed = (
+            own
+            and outputs.isdisjoint(eqn.outputs)
+            and all(r.primitive in REDUCTIONS for r, _ in own)
+        )
         if only_summed and eqn.primitive in SCALES and not self._backend.fuses_into_reductions:
             self.summed.add(eqn.index)
             return
@@ -183,7 +201,9 @@ class _Fusion:
             for root, indices in self._indices.get(value, {}).items():
                 asked.setdefault(root, set()).update(indices)
         most = max(map(len, asked.values()), default=0)
-        if self._backend.instruction_fusion and most > (1 if eqn.primitive in BRANCHING else MOST_INDICES):
+        if self._backend.instruction_fusion and most > (
+            1 if eqn.primitive in BRANCHING else MOST_INDICES
+        ):
             fuses = False
             self.at_many.add(eqn.index)
         made = [v for v in eqn.outputs if v in outputs or (not fuses and v in self._readers)]
@@ -197,7 +217,9 @@ class _Fusion:
                 found = self._indices.setdefault(value, {})
                 for root, indices in asked.items():
                     same = eqn.primitive not in MOVING and value.shape == eqn.outputs[0].shape
-                    found.setdefault(root, set()).update(indices if same else ((eqn.index, i) for i in indices))
+                    found.setdefault(root, set()).update(
+                        indices if same else ((eqn.index, i) for i in indices)
+                    )
 
     def on_the_fly(self, reader: Eqn, number: int) -> bool:
         """True if a reader may compute an operand itself, or reads a transposed copy of it."""
@@ -232,18 +254,23 @@ def _breadth_first(nodes: Sequence[Node]) -> Iterable[Node]:
 
 
 def _is_constant_of_loop(eqn: Eqn, number: int) -> bool:
-    """True if an operand of a loop is the same in each trip: XLA makes a spread-out number inside the loop.
+    """True if an operand of a loop is the same in each trip: XLA makes a spread-out number inside
+    the loop.
 
     Reference:
         XLA, WhileLoopConstantSinking with sink_broadcast_of_constants.
     """
     began = {start for start, _ in eqn.carries}
     ties = [t for t in eqn.ties if t.flow is Flow.IN and t.outer is eqn.inputs[number]]
-    return eqn.primitive in ("scan", "while") and all(not t.offset and t.inner not in began for t in ties)
+    return eqn.primitive in ("scan", "while") and all(
+        not t.offset and t.inner not in began for t in ties
+    )
 
 
 def is_outer_product(eqn: Eqn) -> bool:
-    """True of a contraction that sums over nothing: XLA makes it a product of broadcasts (AlgebraicSimplifier)."""
+    """True of a contraction that sums over nothing: XLA makes it a product of broadcasts
+    (AlgebraicSimplifier).
+    """
     if eqn.primitive != "dot_general":
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -251,9 +278,11 @@ def is_outer_product(eqn: Eqn) -> bool:
 
 
 def _orders(eqn: Eqn) -> Mapping[int, tuple[int, ...]]:
-    """By operand of a contraction, the order of dimensions in which it must lie, where that is not its own.
+    """By operand of a contraction, the order of dimensions in which it must lie, where that is not
+    its own.
 
-    The batch comes first; on the left the contracted dimensions come last, on the right either way will do.
+    The batch comes first; on the left the contracted dimensions come last, on the right either way
+    will do.
     """
     if eqn.primitive != "dot_general" or is_outer_product(eqn):
         return {}
@@ -261,7 +290,9 @@ def _orders(eqn: Eqn) -> Mapping[int, tuple[int, ...]]:
     found = {}
     for number in (0, 1):
         inner, batch = tuple(contracted[number]), tuple(batched[number])
-        free = tuple(d for d in range(len(eqn.inputs[number].shape)) if d not in inner and d not in batch)
+        free = tuple(
+            d for d in range(len(eqn.inputs[number].shape)) if d not in inner and d not in batch
+        )
         wanted = [(*batch, *free, *inner)] + ([(*batch, *inner, *free)] if number else [])
         if free and all(order != tuple(sorted(order)) for order in wanted):
             found[number] = wanted[0]

@@ -1,4 +1,6 @@
-"""What readers that shift a dimension ask for where their work splits it, for many at once (see `halo`)."""
+"""What readers that shift a dimension ask for where their work splits it, for many at once (see
+`halo`).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ Placed = NDArray[np.int8]
 
 
 class Turned:
-    """Results of works that run with another dimension split than the one that they shift (see `ASIDE`)."""
+    """Results of works that run with another dimension split than the one that they shift (see
+    `ASIDE`).
+    """
 
-    def __init__(self, placements: Placements, rules: Sequence[DimRule], eqns: Sequence[Eqn]) -> None:
+    def __init__(
+        self, placements: Placements, rules: Sequence[DimRule], eqns: Sequence[Eqn]
+    ) -> None:
         sizes = _pieces(placements)
         self._loop = np.full(len(eqns), -1, dtype=np.int64)
         self._able = np.zeros((len(eqns), len(sizes)), dtype=bool)
@@ -31,7 +37,9 @@ class Turned:
                     self._loop[number] = rules[eqn.index].operands[operand][dim]
                     self._able[number] = able
 
-    def add(self, moves: Moves, specs: Specs, number: Array, owner: Array, work: Placed, local: Array) -> None:
+    def add(
+        self, moves: Moves, specs: Specs, number: Array, owner: Array, work: Placed, local: Array
+    ) -> None:
         """Adds what brings results back.
 
         Args:
@@ -45,7 +53,12 @@ class Turned:
         loop = self._loop[number]
         split = (work == loop[:, None]) & (loop >= 0)[:, None]
         mask = np.asarray(split @ (1 << np.arange(work.shape[1])), dtype=np.int64)
-        moves.add("all_to_all", owner, np.where(self._able[number, mask], mask, 0), local * specs.devices[mask])
+        moves.add(
+            "all_to_all",
+            owner,
+            np.where(self._able[number, mask], mask, 0),
+            local * specs.devices[mask],
+        )
 
 
 def _pieces(placements: Placements) -> list[int]:
@@ -75,7 +88,9 @@ class Shifts:
         self._shifting[[entry for entry, *_ in found]] = True
         self._first = np.searchsorted([entry for entry, *_ in found], np.arange(len(readers) + 1))
         self._loop = np.array([loop for _, loop, _ in found], dtype=np.int64)
-        self._sent = np.array([sent for *_, sent in found], dtype=np.float64).reshape(-1, len(sizes))
+        self._sent = np.array([sent for *_, sent in found], dtype=np.float64).reshape(
+            -1, len(sizes)
+        )
 
     def add(
         self,
@@ -104,7 +119,11 @@ class Shifts:
         want = want.copy()
         counts = self._first[entry[reading] + 1] - self._first[entry[reading]]
         at = np.repeat(reading, counts)
-        shift = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts) + self._first[entry[at]]
+        shift = (
+            np.arange(len(at))
+            - np.repeat(np.cumsum(counts) - counts, counts)
+            + self._first[entry[at]]
+        )
         split = work[at] == self._loop[shift][:, None]
         mask = np.asarray(split @ (1 << np.arange(work.shape[1])), dtype=np.int64)
         some = np.flatnonzero(mask)
@@ -117,5 +136,7 @@ class Shifts:
         turned = np.where(aside, mask, 0)
         moves.add("all_to_all", owner[at], turned, held * specs.devices[turned])
         halo = np.where(sent > 0, mask, 0)
-        moves.add("collective_permute", owner[at], halo, (held * np.maximum(sent, 0.0)).astype(np.int64))
+        moves.add(
+            "collective_permute", owner[at], halo, (held * np.maximum(sent, 0.0)).astype(np.int64)
+        )
         return want

@@ -1,7 +1,9 @@
-"""Which partial sums a backend adds up over devices together: those that no other contraction waits for.
+"""Which partial sums a backend adds up over devices together: those that no other contraction waits
+for.
 
-XLA's AllReduceCombiner makes one operation of all_reduces that do not depend on each other. The gradients of a body's
-weights are such: only the optimizer reads them. What Megatron's layers add up is none: the next layer needs it.
+XLA's AllReduceCombiner makes one operation of all_reduces that do not depend on each other. The
+gradients of a body's weights are such: only the optimizer reads them. What Megatron's layers add up
+is none: the next layer needs it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Sums:
 
     Attributes:
         added: [points, works] how many results of a class are added up at a point.
-        done: [points, works] how many of them nobody would need any more there if they had been added up at once.
+        done: [points, works] how many of them nobody would need any more there if they had been
+            added up at once.
         points: Where several are added up together.
     """
 
@@ -52,18 +55,22 @@ def find_sums(table: MemoryTable, classes: Classes, axes: LogicalAxes, *, combin
         group = list(last)
         together = at[group].max()
         at[group] = together
-        needed[group] = [max((table.point_of[reader] for reader in last[eqn]), default=END) for eqn in group]
+        needed[group] = [
+            max((table.point_of[reader] for reader in last[eqn]), default=END) for eqn in group
+        ]
         points.append(together)
     shape = (len(table.point_eqn), len(classes.works))
     over = eqns[needed[eqns] < at[eqns]]
     added, done = (
-        csr_array((np.ones(len(found)), (at[found], classes.of_eqn[found])), shape=shape) for found in (eqns, over)
+        csr_array((np.ones(len(found)), (at[found], classes.of_eqn[found])), shape=shape)
+        for found in (eqns, over)
     )
     return Sums(added, done, np.unique(np.array(points, dtype=np.int64)))
 
 
 def _last_sums(body: Body, axes: LogicalAxes) -> Iterator[dict[int, list[int]]]:
-    """For each body, its equations with a reduced loop whose results reach no contraction there, and their readers.
+    """For each body, its equations with a reduced loop whose results reach no contraction there,
+    and their readers.
 
     Both by `Eqn.index`; no readers where a result leaves the body.
     """
@@ -77,7 +84,9 @@ def _last_sums(body: Body, axes: LogicalAxes) -> Iterator[dict[int, list[int]]]:
         waited_for = any(v.index in needed for v in eqn.outputs)
         if not waited_for and LoopKind.REDUCED in axes.rules[eqn.index].kinds:
             leaves = any(v.index in outputs for v in eqn.outputs)
-            found[eqn.index] = [] if leaves else [r for v in eqn.outputs for r in readers.get(v.index, ())]
+            found[eqn.index] = (
+                [] if leaves else [r for v in eqn.outputs for r in readers.get(v.index, ())]
+            )
         if waited_for or eqn.bodies or eqn.primitive in ANCHORS | CUT_KERNELS:
             needed.update(v.index for v in eqn.inputs)
         for value in eqn.inputs:

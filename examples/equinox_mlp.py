@@ -1,4 +1,5 @@
-"""An Equinox model: an `eqx.filter_jit` step is searched as it is, its module is made in its shards.
+"""An Equinox model: an `eqx.filter_jit` step is searched as it is, its module is made in its
+shards.
 
 python examples/equinox_mlp.py
 """
@@ -17,7 +18,9 @@ OPTIMIZER = optax.adam(1e-3)
 
 
 @eqx.filter_jit
-def train_step(model: eqx.nn.MLP, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[eqx.nn.MLP, Any, jax.Array]:
+def train_step(
+    model: eqx.nn.MLP, opt_state: Any, x: jax.Array, y: jax.Array
+) -> tuple[eqx.nn.MLP, Any, jax.Array]:
     """One step on the squared error."""
     loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean((jax.vmap(m)(x) - y) ** 2))(model)
     updates, opt_state = OPTIMIZER.update(grads, opt_state, eqx.filter(model, eqx.is_array))
@@ -37,7 +40,9 @@ if __name__ == "__main__":
     key = jax.random.key(0)
     example = eqx.filter_eval_shape(start, key)
     effort = autoshard.Effort(compiled=2, measured=0)
-    plan = autoshard.optimize(train_step, (*example, x, y), "data=4,model=2", effort=effort, progress=False)
+    plan = autoshard.optimize(
+        train_step, (*example, x, y), "data=4,model=2", effort=effort, progress=False
+    )
     model, opt_state = autoshard.init(plan, start, key)
     for _ in range(5):
         model, opt_state, loss = plan(model, opt_state, x, y)

@@ -1,11 +1,11 @@
 """A Llama-shaped train step planned for hardware that is not here.
 
-    python examples/llama_target.py tpu:v5e:4x4 data=4,model=4
-    autoshard search examples.llama_target:factory --target gpu:h100:4x8 --mesh data=4,model=8 --out specs/llama.json
+    python examples/llama_target.py tpu:v5e:4x4 data=4,model=4 autoshard search
+    examples.llama_target:factory --target gpu:h100:4x8 --mesh data=4,model=8 --out specs/llama.json
 
-The step is compiled by the target's real compiler on this machine (`pip install 'autoshard[tpu]'` or `[gpu]`);
-nothing is run, no array is made. The table says what FSDP, Megatron's tensor parallelism and their mixture come to when
-the same compiler compiles them.
+The step is compiled by the target's real compiler on this machine (`pip install 'autoshard[tpu]'`
+or `[gpu]`); nothing is run, no array is made. The table says what FSDP, Megatron's tensor
+parallelism and their mixture come to when the same compiler compiles them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ optimizer = optax.adamw(3e-4, weight_decay=0.1)
 def rms_norm(scale: Array, x: Array) -> Array:
     """Root mean square norm, in float32."""
     wide = x.astype(jnp.float32)
-    return scale * (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)).astype(x.dtype)
+    return scale * (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)).astype(
+        x.dtype
+    )
 
 
 def rope(x: Array) -> Array:

@@ -1,8 +1,10 @@
-"""A rule file in the manner of MaxText: ordered `logical_axis_rules`, and the logical axes of each parameter.
+"""A rule file in the manner of MaxText: ordered `logical_axis_rules`, and the logical axes of each
+parameter.
 
     python examples/logical_rules.py
 
-The file is YAML (and JSON). MaxText, t5x and Flax read the rules as they are; here Flax turns them into shardings.
+The file is YAML (and JSON). MaxText, t5x and Flax read the rules as they are; here Flax turns them
+into shardings.
 """
 
 from pathlib import Path
@@ -20,15 +22,22 @@ from autoshard.export import export
 RULES = Path("specs/logical_rules.yml")
 
 
-def train_step(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+def train_step(
+    params: dict[str, jax.Array], x: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """One step of an MLP that should reproduce its input."""
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((jax.nn.gelu(x @ p["up"]) @ p["down"] - x) ** 2))(params)
+    loss, grads = jax.value_and_grad(
+        lambda p: jnp.mean((jax.nn.gelu(x @ p["up"]) @ p["down"] - x) ** 2)
+    )(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    params = {"up": np.ones((64, 256), np.float32) / 64, "down": np.ones((256, 64), np.float32) / 256}
+    params = {
+        "up": np.ones((64, 256), np.float32) / 64,
+        "down": np.ones((256, 64), np.float32) / 256,
+    }
     x = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
     plan = autoshard.apply(train_step, (params, x), "data=4,model=2", "fsdp+tp", donate_argnums=0)
     RULES.parent.mkdir(exist_ok=True)

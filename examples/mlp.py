@@ -1,18 +1,20 @@
-"""The two-layer MLP of the textbooks on 4 devices: column-split w1, row-split w2, one all_reduce of 32 bytes.
+"""The two-layer MLP of the textbooks on 4 devices: column-split w1, row-split w2, one all_reduce of
+32 bytes.
 
     python examples/mlp.py
 
-x[2, 8] @ w1[8, 16] -> relu -> @ w2[16, 4], squared error, one SGD step. Nothing is said about sharding but a memory
-budget of 1,024 bytes per device. By hand, in float32:
+x[2, 8] @ w1[8, 16] -> relu -> @ w2[16, 4], squared error, one SGD step. Nothing is said about
+sharding but a memory budget of 1,024 bytes per device. By hand, in float32:
 
     arguments   w1 512, w2 256, x 64, target 32               replicated 864   split 192 + 96 = 288
     outputs     w1 512, w2 256, loss 4                        replicated 772   split 192 + 4 = 196
 
-so replication is far over the budget before a single temporary (the compiler says 1,948 bytes with them on jax 0.12).
-At this size it would win without a budget: computing everything everywhere is faster than any collective. The batch of
-2 does not divide over 4 devices; of what is left, splitting the hidden dimension (16) is the layout that moves least:
-the forward pass sums the partial predictions, 2 x 4 float32 = 32 bytes, and the backward pass moves nothing, because
-every device has what its own weights need.
+so replication is far over the budget before a single temporary (the compiler says 1,948 bytes with
+them on jax 0.12). At this size it would win without a budget: computing everything everywhere is
+faster than any collective. The batch of 2 does not divide over 4 devices; of what is left,
+splitting the hidden dimension (16) is the layout that moves least: the forward pass sums the
+partial predictions, 2 x 4 float32 = 32 bytes, and the backward pass moves nothing, because every
+device has what its own weights need.
 """
 
 from __future__ import annotations
@@ -62,11 +64,18 @@ def example_args(seed: int = 0) -> tuple[Weights, np.ndarray, np.ndarray]:
 
 def factory() -> dict[str, Any]:
     """The arguments of `autoshard.optimize` but for the mesh; for the command line."""
-    return {"fn": train_step, "example_args": example_args(), "memory_budget_bytes": MEMORY_BUDGET_BYTES}
+    return {
+        "fn": train_step,
+        "example_args": example_args(),
+        "memory_budget_bytes": MEMORY_BUDGET_BYTES,
+    }
 
 
-def numpy_step(weights: Weights, x: np.ndarray, target: np.ndarray) -> tuple[list[Weights], np.ndarray, float]:
-    """The same step as DEVICES devices would do it by hand: each has a slice of the hidden units; one sum is shared.
+def numpy_step(
+    weights: Weights, x: np.ndarray, target: np.ndarray
+) -> tuple[list[Weights], np.ndarray, float]:
+    """The same step as DEVICES devices would do it by hand: each has a slice of the hidden units;
+    one sum is shared.
 
     Returns:
         The new weights of each device, the prediction and the error.
@@ -74,11 +83,15 @@ def numpy_step(weights: Weights, x: np.ndarray, target: np.ndarray) -> tuple[lis
     pieces = [
         {"w1": w1, "w2": w2}
         for w1, w2 in zip(
-            np.split(weights["w1"], DEVICES, axis=1), np.split(weights["w2"], DEVICES, axis=0), strict=True
+            np.split(weights["w1"], DEVICES, axis=1),
+            np.split(weights["w2"], DEVICES, axis=0),
+            strict=True,
         )
     ]
     hidden = [np.maximum(x @ piece["w1"], 0) for piece in pieces]
-    prediction = sum(h @ piece["w2"] for h, piece in zip(hidden, pieces, strict=True))  # the all_reduce
+    prediction = sum(
+        h @ piece["w2"] for h, piece in zip(hidden, pieces, strict=True)
+    )  # the all_reduce
     difference = prediction - target
     updated = [
         {
@@ -104,21 +117,29 @@ def check(plan: autoshard.Plan) -> list[str]:
     if moves != [("all_reduce", 1, 2 * (DEVICES - 1) * 32 // DEVICES)]:
         wrong.append(f"the compiled program moves {moves}, not one all_reduce of 32 bytes")
     if winner.compiled.peak_bytes > MEMORY_BUDGET_BYTES:
-        wrong.append(f"a device needs {winner.compiled.peak_bytes} bytes, over the budget of {MEMORY_BUDGET_BYTES}")
+        wrong.append(
+            f"a device needs {winner.compiled.peak_bytes} bytes, over the budget of "
+            f"{MEMORY_BUDGET_BYTES}"
+        )
 
     weights, x, target = example_args()
     by_hand, prediction_by_hand, loss_by_hand = numpy_step(weights, x, target)
     placed = plan.place(0, weights)
     prediction = jax.jit(forward, in_shardings=plan.in_shardings[:2])(placed, x)
     updated, loss = plan(placed, x, target)
-    compared = [("prediction", np.asarray(prediction), prediction_by_hand), ("loss", np.asarray(loss), loss_by_hand)]
+    compared = [
+        ("prediction", np.asarray(prediction), prediction_by_hand),
+        ("loss", np.asarray(loss), loss_by_hand),
+    ]
     for name, dimension in (("w1", 1), ("w2", 0)):
         for shard in updated[name].addressable_shards:
             first = shard.index[dimension].start or 0
             piece = by_hand[first * DEVICES // 16][name]
             compared.append((f"{name} on device {shard.device.id}", np.asarray(shard.data), piece))
     for name, ours, theirs in compared:
-        if np.shape(ours) != np.shape(theirs) or not np.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+        if np.shape(ours) != np.shape(theirs) or not np.allclose(
+            ours, theirs, rtol=TOLERANCE, atol=TOLERANCE
+        ):
             wrong.append(f"{name} differs from the NumPy computation:\n{ours}\n{theirs}")
     return wrong
 
@@ -132,7 +153,10 @@ def main() -> int:
     for line in wrong:
         print(f"WRONG: {line}")
     if not wrong:
-        print("\nThe prediction, the error and every shard of the new weights equal the NumPy computation.")
+        print(
+            "\nThe prediction, the error and every shard of the new weights equal the NumPy "
+            "computation."
+        )
     return 1 if wrong else 0
 
 

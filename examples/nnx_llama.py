@@ -1,4 +1,5 @@
-"""A Flax NNX model: the step is searched as it is written for `nnx.jit`, and the model is made in its shards.
+"""A Flax NNX model: the step is searched as it is written for `nnx.jit`, and the model is made in
+its shards.
 
 python examples/nnx_llama.py
 """
@@ -34,7 +35,9 @@ class Model(nnx.Module):
         self.layers = nnx.List([Layer(rngs) for _ in range(2)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # noqa: D102
-        return self.embedding.attend(functools.reduce(lambda x, layer: layer(x), self.layers, self.embedding(tokens)))
+        return self.embedding.attend(
+            functools.reduce(lambda x, layer: layer(x), self.layers, self.embedding(tokens))
+        )
 
 
 def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
@@ -53,7 +56,9 @@ def start() -> tuple[Model, nnx.Optimizer]:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (32, 33)).astype(np.int32)
-    plan = autoshard.apply(train_step, (*nnx.eval_shape(start), tokens), "data=4,model=2", "fsdp+tp")
+    plan = autoshard.apply(
+        train_step, (*nnx.eval_shape(start), tokens), "data=4,model=2", "fsdp+tp"
+    )
     model, optimizer = autoshard.init(plan, start)  # no device ever holds the whole
     losses = [round(float(plan(model, optimizer, tokens)), 3) for _ in range(5)]
     print(losses, model.layers[0].up.kernel[...].sharding.spec)

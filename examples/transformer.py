@@ -1,10 +1,12 @@
-"""A byte-level decoder language model on the sources of Python's standard library: search, then train with the plan.
+"""A byte-level decoder language model on the sources of Python's standard library: search, then
+train with the plan.
 
-    python examples/transformer.py
-    autoshard search examples.transformer:factory --mesh data=4,model=2 --cpu-devices 8 --out specs/transformer.json
+    python examples/transformer.py autoshard search examples.transformer:factory --mesh
+    data=4,model=2 --cpu-devices 8 --out specs/transformer.json
 
-The model is written as one would for a single device: scan over layers, `jax.checkpoint`, AdamW from optax, no sharding
-anywhere. autoshard finds the layout for 8 (fake CPU) devices; 30 steps with it are compared with 30 steps without.
+The model is written as one would for a single device: scan over layers, `jax.checkpoint`, AdamW
+from optax, no sharding anywhere. autoshard finds the layout for 8 (fake CPU) devices; 30 steps with
+it are compared with 30 steps without.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ EFFORT = autoshard.Effort(compiled=14, measured=7)
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. Tokens per device (batch * length / 8 = 256) are at least d_model, as in real training.
+    """Sizes. Tokens per device (batch * length / 8 = 256) are at least d_model, as in real
+    training.
 
     Attributes:
         layers: Decoder layers.
@@ -75,7 +78,10 @@ def init_params(key: jax.Array, config: Config = CONFIG) -> Params:
     }
     fan_in = dict.fromkeys(shapes, d) | {"w_down": f}
     keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    weights = {n: jax.random.normal(keys[n], (layers, *shape)) * fan_in[n] ** -0.5 for n, shape in shapes.items()}
+    weights = {
+        n: jax.random.normal(keys[n], (layers, *shape)) * fan_in[n] ** -0.5
+        for n, shape in shapes.items()
+    }
     norms = {"norm_attention": jnp.ones((layers, d)), "norm_mlp": jnp.ones((layers, d))}
     embedding = jax.random.normal(jax.random.fold_in(key, 1), (config.vocabulary, d)) * d**-0.5
     return {"embedding": embedding, "layers": {**weights, **norms}, "norm_final": jnp.ones((d,))}
@@ -112,7 +118,9 @@ def loss_fn(params: Params, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy of the next byte, nats."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     embedding = params["embedding"]
-    x = embedding[inputs] * embedding.shape[1] ** 0.5 + positions(inputs.shape[1], embedding.shape[1])
+    x = embedding[inputs] * embedding.shape[1] ** 0.5 + positions(
+        inputs.shape[1], embedding.shape[1]
+    )
 
     @jax.checkpoint
     def body(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -138,7 +146,9 @@ def text() -> np.ndarray:
 
 
 def batches(config: Config = CONFIG, seed: int = 0) -> Iterator[np.ndarray]:
-    """Endless int32[batch, length + 1], cut from random places of the text; the same for the same seed."""
+    """Endless int32[batch, length + 1], cut from random places of the text; the same for the same
+    seed.
+    """
     rng = np.random.default_rng(seed)
     data = text()
     while True:
@@ -178,7 +188,10 @@ def main() -> int:
     mesh = jax.make_mesh(tuple(MESH_SHAPE.values()), tuple(MESH_SHAPE))
     arguments = factory()
     count = sum(leaf.size for leaf in jax.tree.leaves(arguments["example_args"][0]))
-    print(f"{count:,} parameters, {len(text()):,} bytes of text, mesh {MESH_SHAPE}, jax {jax.__version__}\n")
+    print(
+        f"{count:,} parameters, {len(text()):,} bytes of text, mesh {MESH_SHAPE}, jax "
+        f"{jax.__version__}\n"
+    )
 
     start = time.perf_counter()
     plan = autoshard.optimize(mesh=mesh, effort=EFFORT, **arguments)
@@ -190,14 +203,20 @@ def main() -> int:
     with_plan, plan_s = train(plan, plan.place(0, params), plan.place(1, opt_state))
     without, unsharded_s = train(jax.jit(train_step, donate_argnums=(0, 1)), *initial())
 
-    print(f"step   loss with the plan   loss unsharded   ({plan_s * 1e3:.0f} and {unsharded_s * 1e3:.0f} ms a step)")
+    print(
+        f"step   loss with the plan   loss unsharded   ({plan_s * 1e3:.0f} and "
+        f"{unsharded_s * 1e3:.0f} ms a step)"
+    )
     for number, (ours, theirs) in enumerate(zip(with_plan, without, strict=True)):
         if number % 5 == 0 or number == STEPS - 1:
             print(f"{number:4d}   {ours:18.6f}   {theirs:14.6f}")
-    worst = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(with_plan, without, strict=True))
+    worst = max(
+        abs(ours - theirs) / abs(theirs) for ours, theirs in zip(with_plan, without, strict=True)
+    )
     agree = worst <= RELATIVE_TOLERANCE
     print(
-        f"largest relative difference {worst:.1e}: {'equal' if agree else 'DIFFERENT'} within {RELATIVE_TOLERANCE:.0e}"
+        f"largest relative difference {worst:.1e}: {'equal' if agree else 'DIFFERENT'} within "
+        f"{RELATIVE_TOLERANCE:.0e}"
     )
     return 0 if agree else 1
 

@@ -1,8 +1,10 @@
-"""Shows that a worker lives: a process of its own that beats for the claim its worker holds, whatever that one does.
+"""Shows that a worker lives: a process of its own that beats for the claim its worker holds,
+whatever that one does.
 
-A worker deep in a compiler may hold the interpreter's lock for minutes, so no thread of it can be relied on. This
-process is told on its standard input which trial to beat for, and ends with its worker, when that pipe closes. It
-does not answer to the signals by which a whole process group is pre-empted: its worker first hands its claim back.
+A worker deep in a compiler may hold the interpreter's lock for minutes, so no thread of it can be
+relied on. This process is told on its standard input which trial to beat for, and ends with its
+worker, when that pipe closes. It does not answer to the signals by which a whole process group is
+pre-empted: its worker first hands its claim back.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ package = types.ModuleType("autoshard")
 package.__path__ = [sys.argv.pop(1)]
 sys.modules["autoshard"] = package
 """
-"""Makes `autoshard.search` importable alone: autoshard itself imports jax, which takes most of a start."""
+"""Makes `autoshard.search` importable alone: autoshard itself imports jax, which takes most of a
+start."""
 
 PROGRAM = WITHOUT_JAX + "from autoshard.search.beater import main; main()"
 
@@ -37,7 +40,8 @@ BEAT = "beat"
 BEATS_PER_LEASE = 4
 
 START_LIMIT_S = 120.0
-"""Starting takes a second or two from a local disk; a busy machine and a network file system are allowed for."""
+"""Starting takes a second or two from a local disk; a busy machine and a network file system are
+allowed for."""
 
 log = logging.getLogger("autoshard.jobs")
 
@@ -64,7 +68,11 @@ class Beater:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError as error:
-            log.warning("no process to beat could be started (%s); a long task may be given to another worker", error)
+            log.warning(
+                "no process to beat could be started (%s); a long task may be given to another "
+                "worker",
+                error,
+            )
             self._process = None
             return
         self._ready = False
@@ -77,7 +85,9 @@ class Beater:
         self._ready = True
         ready, _, _ = select.select([self._process.stdout], [], [], START_LIMIT_S)
         if not ready or not os.read(self._process.stdout.fileno(), 1):
-            log.warning("the process to beat did not start; a long task may be given to another worker")
+            log.warning(
+                "the process to beat did not start; a long task may be given to another worker"
+            )
 
     def _tell(self, message: dict[str, Any]) -> bool:
         if self._process is None or self._process.stdin is None:
@@ -109,7 +119,9 @@ class Beater:
 
 
 def beat(storage: BaseStorage, trial_id: int) -> bool:
-    """Beats once; False where the claim is over. A storage that is away is tried again at the next beat."""
+    """Beats once; False where the claim is over. A storage that is away is tried again at the next
+    beat.
+    """
     try:
         storage.set_trial_user_attr(trial_id, BEAT, time.time_ns())
     except (UpdateFinishedTrialError, KeyError):

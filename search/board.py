@@ -1,4 +1,6 @@
-"""What a study's trials say of its tasks: claims, results, deaths of workers. What they mean is in `tasks`."""
+"""What a study's trials say of its tasks: claims, results, deaths of workers. What they mean is in
+`tasks`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def claim_of(trial: FrozenTrial) -> Claim | None:
 
 @dataclass(frozen=True)
 class Board:
-    """What a study's trials say: results, live claims, and how often workers died on a task; by task."""
+    """What a study's trials say: results, live claims, and how often workers died on a task; by
+    task.
+    """
 
     results: Mapping[str, FrozenTrial]
     claims: Mapping[str, FrozenTrial]
@@ -117,4 +121,6 @@ def record_of(trial: FrozenTrial) -> Any:
 def attributes_of(record: Any) -> dict[str, str]:
     """A record as attributes of a trial, in parts that every storage takes."""
     text = json.dumps(record, separators=(",", ":"))
-    return {f"record.{i}": text[i * PART : (i + 1) * PART] for i in range(max(1, -(-len(text) // PART)))}
+    return {
+        f"record.{i}": text[i * PART : (i + 1) * PART] for i in range(max(1, -(-len(text) // PART)))
+    }

@@ -1,4 +1,5 @@
-"""Opens the storage of a study: a journal file, SQLite, PostgreSQL or MySQL, or Optuna's gRPC proxy.
+"""Opens the storage of a study: a journal file, SQLite, PostgreSQL or MySQL, or Optuna's gRPC
+proxy.
 
 A storage that is away for a while is waited for. Passwords are cut out of everything that is said.
 """
@@ -25,11 +26,14 @@ from autoshard.search.journal import FILE_MODE, Journal
 log = logging.getLogger("autoshard.jobs")
 
 PATIENCE_S = 600.0
-"""How long a storage may be away before a worker gives up; restarts of database servers take minutes at most."""
+"""How long a storage may be away before a worker gives up; restarts of database servers take
+minutes at most."""
 
 LONGEST_PAUSE_S = 5.0
 
-HOPELESS = re.compile(r"authentication failed|no password supplied|database .* does not exist|role .* does not exist")
+HOPELESS = re.compile(
+    r"authentication failed|no password supplied|database .* does not exist|role .* does not exist"
+)
 """What a server says that will say the same later."""
 
 FORMS = "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/database or grpc://host:port"
@@ -37,7 +41,8 @@ FORMS = "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/d
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs|cifs|smb|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|panfs|orangefs|pvfs|fuse\.(sshfs|glusterfs|ceph|s3fs|juicefs)"
 )
-"""Types in /proc/mounts on which the locks that SQLite relies on are broken or missing (sqlite.org/faq.html#q5)."""
+"""Types in /proc/mounts on which the locks that SQLite relies on are broken or missing
+(sqlite.org/faq.html#q5)."""
 
 _USER_PASSWORD = re.compile(r"(://[^/?#\s:@]*):[^/?#\s]*@")
 _QUERY_PASSWORD = re.compile(r"(?i)\b((?:ssl)?password|passwd|pwd|secret|token)=[^&;\s'\"]+")
@@ -55,7 +60,8 @@ def without_password(text: str) -> str:
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that a path is on, as Linux names it; empty where that cannot be known.
+    """Type of the file system that a path is on, as Linux names it; empty where that cannot be
+    known.
 
     Args:
         path: Need not exist.
@@ -78,24 +84,29 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
     return kind
 
 
-def open_storage(where: str, *, patience_s: float = PATIENCE_S, mounts: str | None = None) -> BaseStorage:
+def open_storage(
+    where: str, *, patience_s: float = PATIENCE_S, mounts: str | None = None
+) -> BaseStorage:
     """Connects to a storage, and waits for it while it is away.
 
     Args:
-        where: A journal file (`journal:PATH` or a plain path), `sqlite:///x.db`, `postgresql://...`, `mysql://...`, or
-            `grpc://host:port`.
+        where: A journal file (`journal:PATH` or a plain path), `sqlite:///x.db`,
+            `postgresql://...`, `mysql://...`, or `grpc://host:port`.
         patience_s: How long to wait.
         mounts: Text of /proc/mounts; by default this machine's.
 
     Raises:
-        StudyError: If it is of no such form, cannot be reached, or is SQLite on a network file system.
+        StudyError: If it is of no such form, cannot be reached, or is SQLite on a network file
+            system.
         ExtraError: If the driver of the database is not installed.
     """
     scheme = where.split("://", 1)[0] if "://" in where else ""
     if scheme == "grpc":
         return _open_proxy(where, patience_s)
     if not scheme or scheme == "journal":
-        return _open_journal(Path(where.removeprefix("journal://").removeprefix("journal:")), patience_s)
+        return _open_journal(
+            Path(where.removeprefix("journal://").removeprefix("journal:")), patience_s
+        )
     if scheme.startswith("sqlite"):
         _check_sqlite(where, mounts)
     elif not scheme.startswith(("postgresql", "mysql")):
@@ -103,11 +114,17 @@ def open_storage(where: str, *, patience_s: float = PATIENCE_S, mounts: str | No
     if scheme == "postgresql":
         where = where.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
-        return patiently(lambda: optuna.storages.get_storage(where), patience_s, f"storage {without_password(where)}")
+        return patiently(
+            lambda: optuna.storages.get_storage(where),
+            patience_s,
+            f"storage {without_password(where)}",
+        )
     except (ImportError, ValueError) as error:
         text = without_password(str(error))
         if isinstance(error, ImportError):
-            raise ExtraError(f"no driver for {scheme}: {text}. Run: pip install 'autoshard[postgres]'.") from None
+            raise ExtraError(
+                f"no driver for {scheme}: {text}. Run: pip install 'autoshard[postgres]'."
+            ) from None
         raise StudyError(f"storage {without_password(where)!r}: {text}. Write {FORMS}.") from None
 
 
@@ -118,7 +135,9 @@ def _open_proxy(where: str, patience_s: float) -> BaseStorage:
     except ValueError:
         host, port = None, None
     if not host or not port or parts.path.strip("/"):
-        raise StudyError(f"storage {without_password(where)!r} has no host and port. Write grpc://host:port.")
+        raise StudyError(
+            f"storage {without_password(where)!r} has no host and port. Write grpc://host:port."
+        )
     try:
         proxy = optuna.storages.GrpcStorageProxy(host=host, port=port)
     except ImportError as error:
@@ -135,7 +154,9 @@ def _open_journal(path: Path, patience_s: float) -> BaseStorage:
             f"the journal {path} cannot be made: {error.strerror}. Name a directory you may write."
         ) from None
     if path.is_dir():
-        raise StudyError(f"the journal {path} is a directory. Name a file, such as {path / 'study.log'}.")
+        raise StudyError(
+            f"the journal {path} is a directory. Name a file, such as {path / 'study.log'}."
+        )
     return patiently(lambda: JournalStorage(Journal(str(path))), patience_s, f"journal {path}")
 
 
@@ -147,7 +168,8 @@ def _check_sqlite(where: str, mounts: str | None) -> None:
     kind = file_system_of(path, mounts)
     if NETWORK_FILE_SYSTEMS.match(kind):
         raise StudyError(
-            f"{where} is on a network file system ({kind}), where SQLite's locks do not work and the study would be "
+            f"{where} is on a network file system ({kind}), where SQLite's locks do not work and "
+            f"the study would be "
             f"damaged. Use journal:{path.with_suffix('.log')}, which is made for that, or postgresql://."
         )
     if path.parent.is_dir() and not path.exists():
@@ -155,11 +177,15 @@ def _check_sqlite(where: str, mounts: str | None) -> None:
 
 
 def is_away(error: BaseException) -> bool:
-    """True for errors that pass: no connection, a full disk, a lock held by another, a server that restarts."""
+    """True for errors that pass: no connection, a full disk, a lock held by another, a server that
+    restarts.
+    """
     if isinstance(error, OSError | StorageInternalError):
         return not isinstance(error, PermissionError | IsADirectoryError | ModuleNotFoundError)
     module = type(error).__module__.split(".")[0]
-    return module in ("sqlalchemy", "psycopg", "grpc", "pymysql", "MySQLdb") and not isinstance(error, ImportError)
+    return module in ("sqlalchemy", "psycopg", "grpc", "pymysql", "MySQLdb") and not isinstance(
+        error, ImportError
+    )
 
 
 def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
@@ -180,14 +206,19 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
             away_s = time.monotonic() - start
             reason = without_password(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
             if HOPELESS.search(reason):
-                raise StudyError(f"{what} refuses: {reason}. Check the user, password and database.") from None
+                raise StudyError(
+                    f"{what} refuses: {reason}. Check the user, password and database."
+                ) from None
             if away_s > patience_s:
                 raise StudyError(
-                    f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is kept; "
+                    f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is "
+                    f"kept; "
                     f"start the worker again once the storage is back."
                 ) from None
             if pause_s == 0.1:
-                log.warning("%s is away, asking again for up to %.0f s (%s)", what, patience_s, reason)
+                log.warning(
+                    "%s is away, asking again for up to %.0f s (%s)", what, patience_s, reason
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
@@ -196,7 +227,9 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
             return answer
 
 
-def study_id_of(storage: BaseStorage, name: str, *, create: bool, patience_s: float = PATIENCE_S) -> int | None:
+def study_id_of(
+    storage: BaseStorage, name: str, *, create: bool, patience_s: float = PATIENCE_S
+) -> int | None:
     """The storage's number of a study; None where it is not there and not to be made."""
 
     def find() -> int | None:

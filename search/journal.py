@@ -1,8 +1,9 @@
 """A journal file that many processes append to, and that survives what happens to files.
 
-Optuna's journal stops every reader for good at a record that a kill, a full disk or a crashed node cut short. Here a
-line that is no JSON object is skipped with one warning, a record still being written is left for the next read, an
-append that fails is taken back, and one that follows a cut record starts a line of its own.
+Optuna's journal stops every reader for good at a record that a kill, a full disk or a crashed node
+cut short. Here a line that is no JSON object is skipped with one warning, a record still being
+written is left for the next read, an append that fails is taken back, and one that follows a cut
+record starts a line of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from optuna.storages.journal import BaseJournalBackend, JournalFileSymlinkLock
 log = logging.getLogger("autoshard.jobs")
 
 LOCK_GRACE_S = 15
-"""A lock whose holder wrote nothing for this long was left by one that was killed; writing takes milliseconds."""
+"""A lock whose holder wrote nothing for this long was left by one that was killed; writing takes
+milliseconds."""
 
 FILE_MODE = 0o660
 """Of a new journal, less the umask: never open to others."""
@@ -64,7 +66,12 @@ class Journal(BaseJournalBackend):
         if isinstance(found, dict) and isinstance(found.get("op_code"), int):
             return found
         if line.strip():
-            log.warning("%s: skipped a broken record at byte %d (%d bytes)", self._path, self._offset, len(line))
+            log.warning(
+                "%s: skipped a broken record at byte %d (%d bytes)",
+                self._path,
+                self._offset,
+                len(line),
+            )
         return None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
@@ -74,7 +81,8 @@ class Journal(BaseJournalBackend):
         try:
             self._append(text)
         finally:
-            # Where the lock was taken for a dead one's meanwhile, it is not ours to release any more.
+            # Where the lock was taken for a dead one's meanwhile, it is not ours to release any
+            # more.
             with contextlib.suppress(RuntimeError):
                 self._lock.release()
 

@@ -1,10 +1,11 @@
 """Presets: the layouts experts use, as short rule lists over the *discovered* logical axes.
 
-Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has; the residual axis is
-the parameter axis that most parameter bytes have (FSDP's usual choice); the inner axes (heads, mlp, vocabulary) are the
-other parameter axes, picked greedily until every large parameter is covered (Megatron's pairing: column split, then row
-split, because both weights share the inner axis). In a network of one block the hidden axis is the one that most bytes
-have; of the two readings the one whose tensor parallelism sends fewer bytes is taken.
+Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has;
+the residual axis is the parameter axis that most parameter bytes have (FSDP's usual choice); the
+inner axes (heads, mlp, vocabulary) are the other parameter axes, picked greedily until every large
+parameter is covered (Megatron's pairing: column split, then row split, because both weights share
+the inner axis). In a network of one block the hidden axis is the one that most bytes have; of the
+two readings the one whose tensor parallelism sends fewer bytes is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from autoshard.trial import Skipped
 
 ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")
 LARGE = 0.01
-"""Tensor parallelism splits weights that hold at least this share of all parameter bytes (so no norm scales)."""
+"""Tensor parallelism splits weights that hold at least this share of all parameter bytes (so no
+norm scales)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,10 @@ class Parts:
 
     Attributes:
         batch: Brought by the data, in no parameter.
-        residual: The parameter axes that together cover all parameters, widest first; the first is the residual axis.
-        inner: Parameter axes other than the residual one, one per weight, in order of the bytes they cover.
+        residual: The parameter axes that together cover all parameters, widest first; the first is
+            the residual axis.
+        inner: Parameter axes other than the residual one, one per weight, in order of the bytes
+            they cover.
         paired: The same with the residual axis among them, for networks of one block.
         sequence: The next axis after the batch that most activations have and no parameter has.
     """
@@ -58,8 +62,14 @@ class _Facts:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         program, groups = problem.program, problem.groups
-        self.parameters = [v for v, g in zip(program.body.inputs, groups.of_input, strict=True) if g is Group.PARAMETER]
-        self.data = [v for v, g in zip(program.body.inputs, groups.of_input, strict=True) if g is Group.DATA]
+        self.parameters = [
+            v
+            for v, g in zip(program.body.inputs, groups.of_input, strict=True)
+            if g is Group.PARAMETER
+        ]
+        self.data = [
+            v for v, g in zip(program.body.inputs, groups.of_input, strict=True) if g is Group.DATA
+        ]
         self.activation_bytes: dict[int, float] = defaultdict(float)
         self.batched: dict[int, int] = defaultdict(int)
         for eqn, trips in program.walk():
@@ -82,7 +92,9 @@ class _Facts:
 
     def fits(self, role: int, sizes: Iterable[int]) -> bool:
         """True if some size of the role is divided by some of the mesh axes."""
-        return any(size % axis == 0 for size in self.problem.roles.roles[role].sizes for axis in sizes)
+        return any(
+            size % axis == 0 for size in self.problem.roles.roles[role].sizes for axis in sizes
+        )
 
 
 def find_parts(problem: Problem) -> Parts:
@@ -93,7 +105,9 @@ def find_parts(problem: Problem) -> Parts:
     in_parameters = {r for v in facts.parameters for r in facts.roles(v)}
 
     def leftmost(role: int) -> int:
-        return min((facts.roles(v).index(role) for v in facts.data if role in facts.roles(v)), default=9)
+        return min(
+            (facts.roles(v).index(role) for v in facts.data if role in facts.roles(v)), default=9
+        )
 
     brought = {r for v in facts.data for r in facts.roles(v)} - in_parameters
     ranked = sorted(
@@ -101,18 +115,29 @@ def find_parts(problem: Problem) -> Parts:
         key=lambda r: (leftmost(r), -facts.activation_bytes[r], r),
     )
     batch = ranked[0] if ranked else None
-    others = {r for r in facts.activation_bytes if r not in in_parameters and r != batch and facts.fits(r, sizes)}
+    others = {
+        r
+        for r in facts.activation_bytes
+        if r not in in_parameters and r != batch and facts.fits(r, sizes)
+    }
     sequence = max(
         (r for r in others if r in brought or len(problem.roles.roles[r].axes) == 1),
         key=lambda r: (facts.activation_bytes[r], -r),
         default=None,
     )
-    cover = _cover(facts, [r for r in in_parameters if facts.fits(r, sizes)], facts.parameters, prefer_batched=False)
+    cover = _cover(
+        facts,
+        [r for r in in_parameters if facts.fits(r, sizes)],
+        facts.parameters,
+        prefer_batched=False,
+    )
     rest = [r for r in in_parameters if facts.fits(r, sizes) and r not in cover[:1]]
     total = sum(v.bytes for v in facts.parameters)
     large = [v for v in facts.parameters if v.bytes >= LARGE * total]
     inner = _cover(facts, rest, large, prefer_batched=True)
-    paired = _cover(facts, [r for r in in_parameters if facts.fits(r, sizes)], large, prefer_batched=True)
+    paired = _cover(
+        facts, [r for r in in_parameters if facts.fits(r, sizes)], large, prefer_batched=True
+    )
     return Parts(
         batch=None if batch is None else names[batch],
         residual=tuple(names[r] for r in cover),
@@ -122,11 +147,13 @@ def find_parts(problem: Problem) -> Parts:
     )
 
 
-def _cover(facts: _Facts, roles: list[int], values: list[Value], *, prefer_batched: bool) -> list[int]:
+def _cover(
+    facts: _Facts, roles: list[int], values: list[Value], *, prefer_batched: bool
+) -> list[int]:
     """Roles picked greedily until every value that can be covered is, by bytes still uncovered.
 
-    Roles that are batch loops of contractions (heads) come before equal ones (head size) if asked: splitting them needs
-    no collective inside attention.
+    Roles that are batch loops of contractions (heads) come before equal ones (head size) if asked:
+    splitting them needs no collective inside attention.
     """
     left = [v for v in values if v.shape]
     chosen: list[int] = []
@@ -149,7 +176,8 @@ def presets(
 
     Args:
         problem: The problem.
-        sent_bytes: Predicted collective bytes of a rule list; decides which axes tensor parallelism splits.
+        sent_bytes: Predicted collective bytes of a rule list; decides which axes tensor parallelism
+            splits.
         parts: From `find_parts`, if they are known.
     """
     parts = parts or find_parts(problem)
@@ -159,7 +187,9 @@ def presets(
     made: list[Preset] = [Preset("replicated", ())]
     skipped: list[Skipped] = []
 
-    def rules(roles: Iterable[str], over: Iterable[str], where: str = "everywhere") -> tuple[AxisRule, ...]:
+    def rules(
+        roles: Iterable[str], over: Iterable[str], where: str = "everywhere"
+    ) -> tuple[AxisRule, ...]:
         over = tuple(over)
         return tuple(AxisRule(role, axis, where=where) for role in roles for axis in over)
 
@@ -174,8 +204,14 @@ def presets(
     residual = tuple(r for r in parts.residual if r not in inner) or parts.residual
     has_optimizer = Group.OPTIMIZER in problem.groups.of_input
     no_mesh = "no mesh axis has more than one device" if not axes else ""
-    no_batch = "" if parts.batch else "no axis comes with the data alone (no batch) that a mesh axis divides"
-    no_parameters = "" if parts.residual else "no parameter has a dimension that a mesh axis divides"
+    no_batch = (
+        ""
+        if parts.batch
+        else "no axis comes with the data alone (no batch) that a mesh axis divides"
+    )
+    no_parameters = (
+        "" if parts.residual else "no parameter has a dimension that a mesh axis divides"
+    )
     no_inner = "" if inner else "no large parameter has a dimension that a mesh axis divides"
     no_optimizer = "" if has_optimizer else "no argument is optimizer state"
     no_sequence = "" if parts.sequence else "activations have no further axis that no parameter has"

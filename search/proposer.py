@@ -1,17 +1,20 @@
 """Stage 6: proposes candidates. One Optuna study in memory, ask and tell, told the predicted time.
 
-Small spaces are enumerated. Otherwise descent from the best presets changes the rules of one mesh axis at a time, all
-changes predicted at once; the sampler goes on from there, descent follows again, and the best two are refined with
-conditions, which the sampler does not see. The same effective layout is never predicted twice.
+Small spaces are enumerated. Otherwise descent from the best presets changes the rules of one mesh
+axis at a time, all changes predicted at once; the sampler goes on from there, descent follows
+again, and the best two are refined with conditions, which the sampler does not see. The same
+effective layout is never predicted twice.
 
-The objective is the predicted time; a candidate over the memory budget is told with its excess as a constraint.
+The objective is the predicted time; a candidate over the memory budget is told with its excess as a
+constraint.
 
-The sampler is multivariate TPE. Alone, without presets and descent, on ten problems whose best is known (4x2, one seed,
-`python -m tests.benchmarks.samplers`), the best of 40 and of 200 points takes longer than the best of all by, in the
-mean: random 30 % and 14 %, TPE 24 % and 7 %, multivariate TPE 25 % and 11 % (grouped: the same, as no parameter depends
-on another), NSGA-II 34 % and 18 %. Multivariate TPE finds the best itself most often (3 of 10, the others 1) and takes
-5 ms a point, plain TPE 14. None replaces descent, which finds it in all (`tests/search/test_regret.py`); a Gaussian
-process needs torch and was not tried.
+The sampler is multivariate TPE. Alone, without presets and descent, on ten problems whose best is
+known (4x2, one seed, `python -m tests.benchmarks.samplers`), the best of 40 and of 200 points takes
+longer than the best of all by, in the mean: random 30 % and 14 %, TPE 24 % and 7 %, multivariate
+TPE 25 % and 11 % (grouped: the same, as no parameter depends on another), NSGA-II 34 % and 18 %.
+Multivariate TPE finds the best itself most often (3 of 10, the others 1) and takes 5 ms a point,
+plain TPE 14. None replaces descent, which finds it in all (`tests/search/test_regret.py`); a
+Gaussian process needs torch and was not tried.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ STARTS = 3
 REFINED = 2
 REFINEMENTS = 3
 WORTH = 0.01
-"""Share of the step that a condition must save: a rule list that people review pays for each thing it says."""
+"""Share of the step that a condition must save: a rule list that people review pays for each thing
+it says."""
 
 ENUMERATED = 6_000
 """Spaces of at most so many rule lists are tried whole."""
@@ -97,8 +101,8 @@ class Proposals:
     """The best distinct layouts, best first, and the presets that were skipped.
 
     Attributes:
-        ranked: Those that fit the budget by predicted time, then the others by how far they are over it; the Pareto set
-            of time and memory and all presets are among them.
+        ranked: Those that fit the budget by predicted time, then the others by how far they are
+            over it; the Pareto set of time and memory and all presets are among them.
         skipped: Presets that make no sense here.
         evaluations: How many distinct effective layouts were predicted.
         enumerated: True if every rule list of the space was tried.
@@ -115,7 +119,9 @@ class Proposals:
     def pareto(self) -> tuple[Proposal, ...]:
         """Layouts that no other one beats in both predicted time and peak memory, fastest first."""
         kept: list[Proposal] = []
-        for proposal in sorted(self.ranked, key=lambda p: (p.prediction.time_s, p.prediction.peak_bytes)):
+        for proposal in sorted(
+            self.ranked, key=lambda p: (p.prediction.time_s, p.prediction.peak_bytes)
+        ):
             if not kept or proposal.prediction.peak_bytes < kept[-1].prediction.peak_bytes:
                 kept.append(proposal)
         return tuple(kept)
@@ -139,7 +145,8 @@ def propose(
         predictor: Predicts them.
         budget_bytes: Memory budget per device.
         seed: Of the sampler.
-        asks: Points of the study: what it is told of without asking, and what its sampler is asked for.
+        asks: Points of the study: what it is told of without asking, and what its sampler is asked
+            for.
         enumerate_at_most: Spaces of at most so many rule lists are tried whole; 0 for none.
         evaluations: Distinct layouts predicted at most; None for as many as it takes.
         on_progress: Called with (done, of).
@@ -223,7 +230,7 @@ class _Search:
         self._evaluate([tuple(lists[i] for i in order) for lists in every for order in orders])
         return True
 
-    # Predicting -----------------------------------------------------------------------------------------------------
+    # Predicting -----------------------------------------------------------------------------------
 
     def _evaluate(self, batch: Iterable[Lists]) -> list[_Found | None]:
         return self._evaluate_rules([rules_of(lists) for lists in batch])
@@ -231,7 +238,9 @@ class _Search:
     def _evaluate_rules(
         self, batch: Sequence[tuple[AxisRule, ...]], names: Sequence[str] = (), origin: str = SEARCH
     ) -> list[_Found | None]:
-        """Predicts layouts, those that are known already from memory; None for what is over the limit."""
+        """Predicts layouts, those that are known already from memory; None for what is over the
+        limit.
+        """
         if not batch:
             return []
         placements = self._predictor.placements
@@ -246,7 +255,9 @@ class _Search:
             chosen = index[list(fresh.values())]
             predictions = self._predictor.predict_many(chosen)
             times, peaks = predictions.time_s.tolist(), predictions.peak_bytes.tolist()
-            for (key, number), row, time_s, peak in zip(fresh.items(), chosen.tolist(), times, peaks, strict=True):
+            for (key, number), row, time_s, peak in zip(
+                fresh.items(), chosen.tolist(), times, peaks, strict=True
+            ):
                 self._searched += origin == SEARCH
                 name = names[number] if names else f"search-{self._searched}"
                 called = origin if origin == SEARCH else f"{origin}:{name}"
@@ -260,7 +271,12 @@ class _Search:
         """Everything found, best first; of equal predictions a preset, then fewer rules."""
         return sorted(
             self._found.values(),
-            key=lambda f: (*self._cost(f), f.origin == SEARCH, len(f.rules), list(map(str, f.rules))),
+            key=lambda f: (
+                *self._cost(f),
+                f.origin == SEARCH,
+                len(f.rules),
+                list(map(str, f.rules)),
+            ),
         )
 
     def _unlike(self, ranked: Iterable[_Found], count: int) -> list[_Found]:
@@ -272,18 +288,24 @@ class _Search:
                 break
         return list(first.values())
 
-    # Stages ---------------------------------------------------------------------------------------------------------
+    # Stages ---------------------------------------------------------------------------------------
 
     def presets(self, named: Sequence[Preset]) -> list[str]:
-        """Evaluates presets and tells the study of those that the space can express; the names their layouts have."""
+        """Evaluates presets and tells the study of those that the space can express; the names
+        their layouts have.
+        """
         found = self._evaluate_rules([p.rules for p in named], [p.name for p in named], "preset")
         for one in found:
             if one is not None:
                 self._record(one)
-        return [preset.name if one is None else one.name for preset, one in zip(named, found, strict=True)]
+        return [
+            preset.name if one is None else one.name
+            for preset, one in zip(named, found, strict=True)
+        ]
 
     def _descend(self, starts: Sequence[_Found]) -> None:
-        """Descent: the best change of one mesh axis' rules, axis by axis, then of two, until nothing improves.
+        """Descent: the best change of one mesh axis' rules, axis by axis, then of two, until
+        nothing improves.
 
         All starts take each step together, so that what they try is predicted at once.
         """
@@ -302,9 +324,13 @@ class _Search:
             if best not in starts:
                 self._record(best)
 
-    def _step(self, bests: list[_Found], going: Sequence[int], moves: Callable[[Lists], Iterable[Lists]]) -> None:
+    def _step(
+        self, bests: list[_Found], going: Sequence[int], moves: Callable[[Lists], Iterable[Lists]]
+    ) -> None:
         """Takes the best move of some, where one is better."""
-        tried = [[rules_of(lists) for lists in moves(self._space.lists(bests[i].rules))] for i in going]
+        tried = [
+            [rules_of(lists) for lists in moves(self._space.lists(bests[i].rules))] for i in going
+        ]
         for i, found in zip(going, self._best_of(tried), strict=True):
             if found is not None and self._cost(found) < self._cost(bests[i]):
                 bests[i] = found
@@ -312,11 +338,15 @@ class _Search:
     def _best_of(self, batches: Sequence[Sequence[tuple[AxisRule, ...]]]) -> list[_Found | None]:
         """The best of each batch, None where nothing was predicted; all are predicted at once."""
         every = iter(self._evaluate_rules([rules for batch in batches for rules in batch]))
-        mine = ([found for found in islice(every, len(batch)) if found is not None] for batch in batches)
+        mine = (
+            [found for found in islice(every, len(batch)) if found is not None] for batch in batches
+        )
         return [min(found, key=self._cost, default=None) for found in mine]
 
     def _refine(self, starts: Sequence[_Found]) -> list[_Found]:
-        """Adds conditions and occurrences, the best one each time, until none buys enough to be worth reading."""
+        """Adds conditions and occurrences, the best one each time, until none buys enough to be
+        worth reading.
+        """
         bests = list(starts)
         going = list(range(len(bests)))
         for _ in range(REFINEMENTS):
@@ -330,7 +360,7 @@ class _Search:
             going = better
         return bests
 
-    # The study ------------------------------------------------------------------------------------------------------
+    # The study ------------------------------------------------------------------------------------
 
     def _record(self, found: _Found) -> None:
         """Tells the study of a layout that it did not ask for, where the space can express it."""
@@ -344,7 +374,13 @@ class _Search:
 
     def _suggested(self, trial: optuna.Trial) -> Point:
         choices = self._space.parameters()
-        return cast(Point, {name: trial.suggest_categorical(name, list(values)) for name, values in choices.items()})
+        return cast(
+            Point,
+            {
+                name: trial.suggest_categorical(name, list(values))
+                for name, values in choices.items()
+            },
+        )
 
     def _tell(self, trial: optuna.Trial, found: _Found | None) -> None:
         if found is None:
@@ -366,10 +402,12 @@ class _Search:
                 if on_progress is not None:
                     on_progress(start + number + 1, count)
 
-    # The answer -----------------------------------------------------------------------------------------------------
+    # The answer -----------------------------------------------------------------------------------
 
     def proposals(self) -> tuple[Proposal, ...]:
-        """The best, all presets and the Pareto set, as proposals; the best searched ones without idle rules."""
+        """The best, all presets and the Pareto set, as proposals; the best searched ones without
+        idle rules.
+        """
         ranked = self._ranked()
         chosen = ranked[:KEPT] + [f for f in ranked[KEPT:] if f.origin != SEARCH] + _pareto(ranked)
         shortener = Shortener(self._predictor.placements)
@@ -391,7 +429,12 @@ class _Search:
 
         def order(proposal: Proposal) -> tuple[object, ...]:
             fewest = len(proposal.layout.rules)
-            return (*proposal.order(self._budget_bytes), proposal.origin == SEARCH, fewest, proposal.key)
+            return (
+                *proposal.order(self._budget_bytes),
+                proposal.origin == SEARCH,
+                fewest,
+                proposal.key,
+            )
 
         return tuple(sorted(made.values(), key=order))
 
@@ -406,7 +449,8 @@ def _pareto(ranked: Iterable[_Found]) -> list[_Found]:
 
 
 def cost(time_s: float, peak_bytes: int, budget_bytes: int | None) -> tuple[int, float, int]:
-    """What decides between predictions: those that fit by time, then the others by how far they are over the budget.
+    """What decides between predictions: those that fit by time, then the others by how far they are
+    over the budget.
 
     Times that differ by what the order of their sums does to floats are equal.
     """

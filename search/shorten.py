@@ -21,7 +21,9 @@ class Shortener:
         self._columns = {inside: self._stated(inside) for inside in (True, False)}
 
     def _stated(self, inside: bool) -> NDArray[np.int64]:
-        """Columns of what the compiled program is told: arguments, outputs and, inside, anchors and loop carries."""
+        """Columns of what the compiled program is told: arguments, outputs and, inside, anchors and
+        loop carries.
+        """
         place = self._placements
         body = place.problem.program.body
         values: list[Value] = [*body.inputs, *body.outputs]
@@ -35,7 +37,9 @@ class Shortener:
         return np.array(sorted(columns), dtype=np.int64)
 
     def shorten(self, layout: Layout) -> Layout:
-        """The same compiled program from as few of its rules: later ones go first, each that states nothing."""
+        """The same compiled program from as few of its rules: later ones go first, each that states
+        nothing.
+        """
         rules, wanted = layout.rules, self._says([layout.rules], layout.inside)[0]
         number = len(rules)
         while number:

@@ -1,10 +1,12 @@
-"""The search space: an ordered list of roles for each mesh axis, and its encoding as Optuna parameters.
+"""The search space: an ordered list of roles for each mesh axis, and its encoding as Optuna
+parameters.
 
-A layout is one rule list per mesh axis, and the order of the mesh axes, which says who takes a dimension first where
-two meet (`Placements`). In the study a parameter per mesh axis and role says where in its list the role stands (0: not
-at all). A last parameter per mesh axis sends the parameters' axes to it in the optimizer state alone (ZeRO-1).
-Different points may be the same effective layout. Rules that hold under a condition only, or take the last occurrence,
-are no points: `refinements` lists them around a good layout.
+A layout is one rule list per mesh axis, and the order of the mesh axes, which says who takes a
+dimension first where two meet (`Placements`). In the study a parameter per mesh axis and role says
+where in its list the role stands (0: not at all). A last parameter per mesh axis sends the
+parameters' axes to it in the optimizer state alone (ZeRO-1). Different points may be the same
+effective layout. Rules that hold under a condition only, or take the last occurrence, are no
+points: `refinements` lists them around a good layout.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class Space:
         lists = []
         for axis in order:
             places = {role: int(point[f"{axis} {role}"]) for role in self.able[axis]}
-            listed = sorted((role for role in places if places[role]), key=lambda r: (places[r], self.roles.index(r)))
+            listed = sorted(
+                (role for role in places if places[role]),
+                key=lambda r: (places[r], self.roles.index(r)),
+            )
             rules = [AxisRule(role, axis) for role in listed]
             if self.optimizer_roles and point[f"{axis} (optimizer)"]:
                 rules += self.of_optimizer(axis)
@@ -70,7 +75,9 @@ class Space:
         return tuple(AxisRule(role, axis, where=OPTIMIZER) for role in self.optimizer_roles)
 
     def encode(self, lists: Lists) -> Point | None:
-        """A point for lists, or None where the space has none that keeps the order of their roles."""
+        """A point for lists, or None where the space has none that keeps the order of their
+        roles.
+        """
         point: dict[str, str | int] = dict.fromkeys(self.parameters(), 0)
         order = [rules[0].mesh_axis for rules in lists if rules]
         if len(self.able) > 1:
@@ -97,7 +104,9 @@ class Space:
         return point
 
     def lists(self, rules: Sequence[AxisRule]) -> Lists:
-        """The rules of each mesh axis; mesh axes in an order that keeps who is first in a role, where there is one."""
+        """The rules of each mesh axis; mesh axes in an order that keeps who is first in a role,
+        where there is one.
+        """
         of_axis: dict[str, list[AxisRule]] = {axis: [] for axis in self.able}
         place: dict[tuple[str, str], int] = {}
         for number, rule in enumerate(rules):
@@ -113,7 +122,11 @@ class Space:
             if (role, a) in place and (role, b) in place and place[role, a] < place[role, b]
         ]
         orders = permutations(self.able)
-        order = min(orders, key=lambda order: sum(order.index(a) > order.index(b) for a, b in pairs), default=())
+        order = min(
+            orders,
+            key=lambda order: sum(order.index(a) > order.index(b) for a, b in pairs),
+            default=(),
+        )
         return tuple(tuple(of_axis[axis]) for axis in order)
 
 
@@ -127,7 +140,8 @@ def _plain(rules: Sequence[AxisRule]) -> tuple[AxisRule, ...]:
 
 
 def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
-    """Lists that differ in the rules of one mesh axis: one role more, less, another, alone or at another place.
+    """Lists that differ in the rules of one mesh axis: one role more, less, another, alone or at
+    another place.
 
     Rules under a condition stay where they are.
 
@@ -146,7 +160,11 @@ def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
     def made(rules: Sequence[AxisRule]) -> Lists:
         return tuple(tuple(rules) if name == axis else by_axis[name] for name in order)
 
-    last = plain[-1] + 1 if plain else next((i for i, r in enumerate(mine) if r.where == OPTIMIZER), len(mine))
+    last = (
+        plain[-1] + 1
+        if plain
+        else next((i for i, r in enumerate(mine) if r.where == OPTIMIZER), len(mine))
+    )
     for rule in new:
         for i in sorted({*plain, last}):
             yield made((*mine[:i], rule, *mine[i:]))
@@ -170,7 +188,9 @@ def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
 
 
 def exchanges(space: Space, lists: Lists) -> Iterator[Lists]:
-    """Lists that differ in two mesh axes: they change rules, a role changes its mesh axis, or another one is first."""
+    """Lists that differ in two mesh axes: they change rules, a role changes its mesh axis, or
+    another one is first.
+    """
     order = order_of(space, lists)
     for changed in permutations(range(len(order))):
         if changed != tuple(range(len(order))):
@@ -180,13 +200,21 @@ def exchanges(space: Space, lists: Lists) -> Iterator[Lists]:
         whole = tuple(replace(rule, mesh_axis=target) for rule in lists[i])
         other = tuple(replace(rule, mesh_axis=source) for rule in lists[j])
         if i < j and all(r.role in space.able[r.mesh_axis] for r in (*whole, *other)):
-            yield tuple(other if k == i else whole if k == j else rules for k, rules in enumerate(lists))
+            yield tuple(
+                other if k == i else whole if k == j else rules for k, rules in enumerate(lists)
+            )
         for rule in _plain(lists[i]):
             moved = replace(rule, mesh_axis=target)
             if rule.role in space.able[target] and moved not in lists[j]:
                 left = tuple(r for r in lists[i] if r != rule)
-                for there in ((moved, *lists[j]), (*_plain(lists[j]), moved, *lists[j][len(_plain(lists[j])) :])):
-                    yield tuple(left if k == i else there if k == j else rules for k, rules in enumerate(lists))
+                for there in (
+                    (moved, *lists[j]),
+                    (*_plain(lists[j]), moved, *lists[j][len(_plain(lists[j])) :]),
+                ):
+                    yield tuple(
+                        left if k == i else there if k == j else rules
+                        for k, rules in enumerate(lists)
+                    )
 
 
 def order_of(space: Space, lists: Lists) -> tuple[str, ...]:
@@ -197,13 +225,15 @@ def order_of(space: Space, lists: Lists) -> tuple[str, ...]:
 
 
 def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisRule, ...]]:
-    """Rule lists one step beyond the space: a rule takes the last occurrence, or a condition, or a new one comes first.
+    """Rule lists one step beyond the space: a rule takes the last occurrence, or a condition, or a
+    new one comes first.
 
-    A condition (`with` or `without` another role of the same value) is worth a try where it is true of some of the
-    values that have the role and false of others; conditions that are true of the same values count once. A new rule
-    comes first or after the last rule of its role (which decides the order of the mesh axes in a dimension), and only
-    where other rules have its mesh axis in some value that has its role: that is what sends experts to the data axis
-    but leaves it to the batch while tokens are still in sequences.
+    A condition (`with` or `without` another role of the same value) is worth a try where it is true
+    of some of the values that have the role and false of others; conditions that are true of the
+    same values count once. A new rule comes first or after the last rule of its role (which decides
+    the order of the mesh axes in a dimension), and only where other rules have its mesh axis in
+    some value that has its role: that is what sends experts to the data axis but leaves it to the
+    batch while tokens are still in sequences.
 
     Args:
         space: Whose roles are used.
@@ -230,7 +260,11 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
                 yield (*rules[:i], replace(rule, where=where), *rules[i + 1 :])
     for name in space.roles:
         for axis, roles in space.able.items():
-            contested = [(present, fit) for present, fit in having[name] if any(axis in axes for axes in fit.spec)]
+            contested = [
+                (present, fit)
+                for present, fit in having[name]
+                if any(axis in axes for axes in fit.spec)
+            ]
             if name in roles and contested:
                 last = max((i for i, rule in enumerate(rules) if rule.role == name), default=-1)
                 for where in _conditions(problem, contested):
@@ -241,7 +275,9 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
 
 
 def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) -> Iterator[str]:
-    """Conditions that are true of some of these values only, one for each set of values that can be told apart."""
+    """Conditions that are true of some of these values only, one for each set of values that can be
+    told apart.
+    """
     seen: set[frozenset[int]] = set()
     everywhere = frozenset(range(len(values)))
     for other in sorted(frozenset().union(*(present for present, _ in values))):

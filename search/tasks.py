@@ -1,12 +1,14 @@
 """The tasks of a study, shared by any number of workers: each is claimed by one, and recorded once.
 
-A claim on a task is an Optuna trial in state RUNNING. A storage numbers the trials of a study in one order that all
-see, so of several claims on a task the one with the lowest number holds; the others withdraw. A claim ends in one of
-three ways, and the storage sees to it that it is one only: its worker records a result (COMPLETE, or PRUNED where the
-candidate was rejected), its worker hands it back, or another worker finds it stale (FAIL), and the task is free again.
+A claim on a task is an Optuna trial in state RUNNING. A storage numbers the trials of a study in
+one order that all see, so of several claims on a task the one with the lowest number holds; the
+others withdraw. A claim ends in one of three ways, and the storage sees to it that it is one only:
+its worker records a result (COMPLETE, or PRUNED where the candidate was rejected), its worker hands
+it back, or another worker finds it stale (FAIL), and the task is free again.
 
-Stale is a claim whose beat has not changed for a lease, by the watch of the one who looks: no two clocks are compared.
-A result that comes after that is recorded if the task is still free, else dropped.
+Stale is a claim whose beat has not changed for a lease, by the watch of the one who looks: no two
+clocks are compared. A result that comes after that is recorded if the task is still free, else
+dropped.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class _Watch:
     def stale(self, claims: Iterable[FrozenTrial], now_s: float) -> list[FrozenTrial]:
         """The claims whose beat has not changed for their lease, with this process looking on.
 
-        While the storage was away no beat could be written: time in which nobody looked does not count.
+        While the storage was away no beat could be written: time in which nobody looked does not
+        count.
         """
         blind_s, self.looked_s = now_s - self.looked_s, now_s
         found = []
@@ -131,12 +134,13 @@ class Tasks:
             needs: Tasks of these needs are done here; for others this worker waits.
             lease_s: See the module's docstring.
             patience_s: How long the storage may be away.
-            limit_s: A task on the devices that takes longer has failed, and this process is ended, since nothing else
-                can stop what runs there. None for as long as it takes.
+            limit_s: A task on the devices that takes longer has failed, and this process is ended,
+                since nothing else can stop what runs there. None for as long as it takes.
             create: Make the study where there is none.
 
         Raises:
-            StudyError: If there is no such study and none is to be made, or the storage cannot be used.
+            StudyError: If there is no such study and none is to be made, or the storage cannot be
+                used.
         """
         self.owner = f"{socket.gethostname()}:{os.getpid()}"
         self.needs, self._lease_s, self._patience_s = tuple(needs), lease_s, patience_s
@@ -150,12 +154,17 @@ class Tasks:
         self._storage: BaseStorage
         if where is None:
             self._storage = InMemoryStorage()
-            self._study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], study or None)
+            self._study_id = self._storage.create_new_study(
+                [StudyDirection.MINIMIZE], study or None
+            )
             return
         self._storage = open_storage(where, patience_s=min(patience_s, LEASE_S))
         found = study_id_of(self._storage, study, create=create, patience_s=patience_s)
         if found is None:
-            raise StudyError(f"there is no study {study!r} in the storage. Start it with: autoshard search --study.")
+            raise StudyError(
+                f"there is no study {study!r} in the storage. Start it with: autoshard search "
+                f"--study."
+            )
         self._study_id = found
 
     def __enter__(self) -> Tasks:
@@ -163,14 +172,17 @@ class Tasks:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._beater is not None:
             self._beater.close()
             self._beater = None
         close_storage(self._storage)
 
-    # Reading --------------------------------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------
 
     def read(self) -> Board:
         """What the study says now."""
@@ -183,7 +195,7 @@ class Tasks:
     def _ask(self, ask: Callable[[], _T]) -> _T:
         return patiently(ask, self._patience_s, "the storage")
 
-    # Deciding and doing ---------------------------------------------------------------------------------------------
+    # Deciding and doing ---------------------------------------------------------------------------
 
     def decide(self, name: str, value: Any) -> Any:
         """What the study has under a name: the value of the worker who came first, for ever.
@@ -201,7 +213,9 @@ class Tasks:
             known = self.read().results
         return record_of(known[name])
 
-    def run(self, works: Mapping[str, Work], stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    def run(
+        self, works: Mapping[str, Work], stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Does tasks, or waits for the workers who do; each is done once in the life of the study.
 
         Args:
@@ -209,7 +223,8 @@ class Tasks:
             stop: True once no more is to be started.
 
         Returns:
-            The records of all of them, as they stand in the study; after `stop`, of those that have one.
+            The records of all of them, as they stand in the study; after `stop`, of those that have
+            one.
         """
         lost = False
         while True:
@@ -222,7 +237,8 @@ class Tasks:
             if lost and free:  # several start at once; spread out
                 free.insert(0, random.choice(free))
             for task in free:
-                # A search of its own waits for nobody: whoever starts two at once on a machine is told by the clock.
+                # A search of its own waits for nobody: whoever starts two at once on a machine is
+                # told by the clock.
                 if self.alone or works[task].needs != "measure" or self._lock.take():
                     try:
                         lost = not self._attempt(task, works[task], board.deaths[task])
@@ -262,8 +278,8 @@ class Tasks:
         """Ends the task in work, whose process is about to end; may be called from another thread.
 
         Args:
-            reason: Why the task failed: recorded where it is about one candidate, else this counts as a death. None
-                where the task is not at fault; then it is handed back.
+            reason: Why the task failed: recorded where it is about one candidate, else this counts
+                as a death. None where the task is not at fault; then it is handed back.
         """
         if self._at is None:
             return
@@ -290,7 +306,11 @@ class Tasks:
         template = create_trial(state=TrialState.RUNNING, user_attrs={CLAIM: asdict(claim)})
         self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
         trials = self.trials()
-        mine = [t._trial_id for t in reversed(trials) if not t.state.is_finished() and claim_of(t) == claim]
+        mine = [
+            t._trial_id
+            for t in reversed(trials)
+            if not t.state.is_finished() and claim_of(t) == claim
+        ]
         board = Board.of(trials)
         holder = board.claims.get(task)
         if holder is not None and claim_of(holder) == claim:
@@ -321,7 +341,9 @@ class Tasks:
         return self._ask(end)
 
     def _finish(self, trial_id: int, task: str, title: str, result: Result) -> None:
-        """Records a result; one that comes late is recorded if nobody else has the task, else dropped."""
+        """Records a result; one that comes late is recorded if nobody else has the task, else
+        dropped.
+        """
         if self._record(trial_id, result):
             log.info("done: %s", title)
         else:
@@ -356,7 +378,9 @@ class Tasks:
             if self._end(trial._trial_id, "stale"):
                 claim = claim_of(trial)
                 title, owner = ("?", "?") if claim is None else (claim.title, claim.owner)
-                log.warning("stale: %s, no beat from %s for its lease; it is free again", title, owner)
+                log.warning(
+                    "stale: %s, no beat from %s for its lease; it is free again", title, owner
+                )
 
     def _wait(self, board: Board, left: Sequence[Work]) -> None:
         if not self._waiting:

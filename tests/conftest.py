@@ -12,7 +12,9 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell does to what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(RuntimeError):  # another conftest may have made the devices already

@@ -38,7 +38,9 @@ def mlp_args(batch: int = 16, d: int = 32, h: int = 64) -> tuple[Params, np.ndar
     return mlp_params(d, h), x, y
 
 
-def decoder_params(layers: int = 2, d: int = 64, heads: int = 4, ff: int = 128, vocab: int = 128) -> Params:
+def decoder_params(
+    layers: int = 2, d: int = 64, heads: int = 4, ff: int = 128, vocab: int = 128
+) -> Params:
     """A decoder with layers stacked for a scan, tied embedding."""
     rng = np.random.default_rng(0)
 
@@ -88,14 +90,22 @@ def decoder_step(params: Params, moment: Params, tokens: Any) -> tuple[Params, P
     return jax.tree.map(lambda w, m: w - 0.01 * m, params, moment), moment, loss
 
 
-def decoder_args(batch: int = 8, length: int = 32, **sizes: int) -> tuple[Params, Params, np.ndarray]:
+def decoder_args(
+    batch: int = 8, length: int = 32, **sizes: int
+) -> tuple[Params, Params, np.ndarray]:
     """Arguments of `decoder_step`."""
     params = decoder_params(**sizes)
-    tokens = np.random.default_rng(2).integers(0, params["emb"].shape[0], (batch, length)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(2)
+        .integers(0, params["emb"].shape[0], (batch, length))
+        .astype(np.int32)
+    )
     return params, jax.tree.map(np.zeros_like, params), tokens
 
 
-def unrolled_step(layers: list[dict[str, Any]], x: Any, y: Any) -> tuple[list[dict[str, Any]], jax.Array]:
+def unrolled_step(
+    layers: list[dict[str, Any]], x: Any, y: Any
+) -> tuple[list[dict[str, Any]], jax.Array]:
     """One step of gradient descent on residual layers that are written out, not scanned."""
 
     def loss(layers: list[dict[str, Any]]) -> jax.Array:
@@ -114,4 +124,8 @@ def unrolled_args(layers: int, batch: int = 16, d: int = 32, h: int = 64) -> tup
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.float32)
 
-    return [{"up": array(d, h), "down": array(h, d)} for _ in range(layers)], array(batch, d), array(batch, d)
+    return (
+        [{"up": array(d, h), "down": array(h, d)} for _ in range(layers)],
+        array(batch, d),
+        array(batch, d),
+    )

@@ -33,9 +33,17 @@ def pasted_module(minimal: MinimalConstraints, source: Path, folder: Path) -> Mo
     return module
 
 
-def compiled_collectives(plan: Plan, fn: Callable[..., Any], args: Any, donated: Any) -> tuple[Collective, ...]:
-    """Collectives of a function compiled as a person would: jit, the plan's shardings at its edges, no tool."""
+def compiled_collectives(
+    plan: Plan, fn: Callable[..., Any], args: Any, donated: Any
+) -> tuple[Collective, ...]:
+    """Collectives of a function compiled as a person would: jit, the plan's shardings at its edges,
+    no tool."""
     with jax.set_mesh(plan.mesh.auto):
-        step = jax.jit(fn, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings, donate_argnums=donated)
+        step = jax.jit(
+            fn,
+            in_shardings=plan.in_shardings,
+            out_shardings=plan.out_shardings,
+            donate_argnums=donated,
+        )
         text = step.lower(*args).compile().as_text()
     return summarise(read_collectives(text or "", plan.mesh.axes))

@@ -31,7 +31,9 @@ def mesh_of(**axes: int) -> Mesh:
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def call_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, **options: Any) -> Call:
+def call_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, **options: Any
+) -> Call:
     """A flattened call; `options` are the static and donate arguments of `jax.jit`."""
     return flatten_call(fn, tuple(args), kwargs or {}, options_for(fn, **options))
 
@@ -41,7 +43,9 @@ def traced(fn: Callable[..., Any], *args: Any, **options: Any) -> Traced:
     return trace(fn, call_of(fn, args, **options))
 
 
-def prepared(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh | str, **options: Any) -> Prepared:
+def prepared(
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh | str, **options: Any
+) -> Prepared:
     """Everything up to the `Problem`; `options` are those of `optimize`."""
     unset = (
         "example_kwargs",
@@ -62,9 +66,12 @@ def layout_of(made: Prepared, *rules: str, inside: bool = True) -> Layout:
 
 
 class Axes:
-    """Logical axes of a function, asked for by leaf path: `axes["x"]` is the axes of the dimensions of that leaf."""
+    """Logical axes of a function, asked for by leaf path: `axes["x"]` is the axes of the dimensions
+    of that leaf."""
 
-    def __init__(self, fn: Callable[..., Any], *args: Any, carry: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], *args: Any, carry: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.program = traced(fn, *args).program
         self.found: LogicalAxes = logical_axes(self.program, carry)
 

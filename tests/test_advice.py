@@ -1,4 +1,5 @@
-"""Advice: what a change of the program would gain, against the same program with that change made."""
+"""Advice: what a change of the program would gain, against the same program with that change
+made."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def apart() -> Advised:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_fused_projections_without_the_moves_cost_what_separate_ones_do(cut: str, apart: Advised) -> None:
+def test_fused_projections_without_the_moves_cost_what_separate_ones_do(
+    cut: str, apart: Advised
+) -> None:
     case = advised(attention(lambda p, x: CUTS[cut](x @ p["qkv"])), FUSED, X, donate_argnums=0)
     fused = find_fused(case.prepared.problem)
     found = case.best_of(separated(case.prepared.problem, fused, case.prepared.carry))
@@ -82,10 +85,13 @@ def test_fused_projections_without_the_moves_cost_what_separate_ones_do(cut: str
     assert bool(lines) == (found.time_s < 0.98 * case.now.time_s)
     if lines:
         assert lines[0].startswith(
-            "store the parts of p/qkv (dimension 1: " + ("3 parts" if cut == "picked" else "256 + 256 + 256")
+            "store the parts of p/qkv (dimension 1: "
+            + ("3 parts" if cut == "picked" else "256 + 256 + 256")
         )
         assert "% of the predicted step" in lines[0]
-    assert lines or cut == "picked"  # there the axis that is split goes to another dimension, which is as good here
+    assert (
+        lines or cut == "picked"
+    )  # there the axis that is split goes to another dimension, which is as good here
 
 
 def test_separate_projections_get_no_advice(apart: Advised) -> None:
@@ -97,7 +103,9 @@ def test_gate_and_up_in_one_array() -> None:
         gate, up = jnp.split(x @ p["gate_up"], 2, -1)
         return x + (jax.nn.silu(gate) * up) @ p["down"]
 
-    case = advised(train(block), {"gate_up": array(D, 2 * F), "down": array(F, D)}, X, donate_argnums=0)
+    case = advised(
+        train(block), {"gate_up": array(D, 2 * F), "down": array(F, D)}, X, donate_argnums=0
+    )
     (line,) = advise(case)
     assert "p/gate_up (dimension 1: 512 + 512)" in line
 
@@ -116,7 +124,9 @@ def test_a_vocabulary_that_nothing_divides_is_to_be_padded() -> None:
     odd, even = case(5003), case(5120)
     lines = advise(odd)
     assert len(lines) == 1
-    assert lines[0].startswith("pad dimension 0 of p/embed, dimension 1 of p/head from 5003 to 5120: it would save")
+    assert lines[0].startswith(
+        "pad dimension 0 of p/embed, dimension 1 of p/head from 5003 to 5120: it would save"
+    )
     assert even.now.time_s < 0.9 * odd.now.time_s
     assert advise(even) == ()
 
@@ -134,7 +144,9 @@ def test_an_argument_that_comes_back_is_to_be_donated() -> None:
 
     args = {name: array(2048, 2048) for name in "uvw"}, array(8, 2048)
     (line,) = advise(advised(step, *args))
-    assert line.startswith("donate argument 0, which the function returns anew (donate_argnums): it would save")
+    assert line.startswith(
+        "donate argument 0, which the function returns anew (donate_argnums): it would save"
+    )
     assert "% of the predicted peak memory" in line
     assert advise(advised(step, *args, donate_argnums=0)) == ()
 

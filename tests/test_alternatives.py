@@ -28,7 +28,9 @@ NOTHING = autoshard.Effort(0, 0)
 def test_shapes_are_every_factorisation(devices: int, count: int) -> None:
     shapes = mesh_shapes(devices)
     assert len(set(shapes)) == len(shapes) == count
-    assert all(np.prod(shape) == devices and len(axis_names(shape)) == len(shape) for shape in shapes)
+    assert all(
+        np.prod(shape) == devices and len(axis_names(shape)) == len(shape) for shape in shapes
+    )
 
 
 def predicted(plan: autoshard.Plan) -> float:
@@ -45,7 +47,13 @@ def test_the_shape_is_the_one_that_enumeration_picks() -> None:
         best = propose(made.problem, predictor).ranked[0]
         found[",".join(f"{n}={s}" for n, s in axes.items())] = best.prediction.time_s
     plan = autoshard.optimize(
-        decoder_step, args, "8", donate_argnums=(0, 1), hardware=FREE, effort=NOTHING, progress=False
+        decoder_step,
+        args,
+        "8",
+        donate_argnums=(0, 1),
+        hardware=FREE,
+        effort=NOTHING,
+        progress=False,
     )
     assert predicted(plan) == pytest.approx(min(found.values()))
     assert found[plan.chosen] == pytest.approx(min(found.values()))
@@ -56,7 +64,13 @@ def test_the_shape_is_the_one_that_enumeration_picks() -> None:
 def test_64_devices_that_are_not_here() -> None:
     args = (array(4096, 4096), array(4096, 4096), array(64, 4096))
     plan = autoshard.optimize(
-        lambda a, b, x: jnp.tanh(x @ a) @ b, args, "64", target="cpu:64", hardware=FREE, effort=NOTHING, progress=False
+        lambda a, b, x: jnp.tanh(x @ a) @ b,
+        args,
+        "64",
+        target="cpu:64",
+        hardware=FREE,
+        effort=NOTHING,
+        progress=False,
     )
     assert np.prod(list(plan.mesh.axes.values())) == 64
     texts = [note for note in plan.notes if note.startswith("mesh shape") and "predicted" in note]
@@ -65,7 +79,12 @@ def test_64_devices_that_are_not_here() -> None:
 
 def test_a_plan_on_fewer_devices_than_there_are_runs() -> None:
     plan = autoshard.optimize(
-        mlp_step, mlp_args(batch=64), 4, hardware=FREE, effort=autoshard.Effort(2, 0), progress=False
+        mlp_step,
+        mlp_args(batch=64),
+        4,
+        hardware=FREE,
+        effort=autoshard.Effort(2, 0),
+        progress=False,
     )
     assert plan.verified.ok
     _, loss = plan(*mlp_args(batch=64))
@@ -121,11 +140,17 @@ def test_the_budget_rules_variants_out() -> None:
     large = (ARGS[0], np.ones((1 << 14, 64), np.float32))
     options: dict[str, Any] = {"hardware": FREE, "effort": NOTHING, "progress": False}
     variants = {"large": (twice, large), "small": (often, ARGS)}
-    plan = autoshard.optimize(None, None, "data=4,model=2", variants=variants, memory_budget_bytes=400_000, **options)
+    plan = autoshard.optimize(
+        None, None, "data=4,model=2", variants=variants, memory_budget_bytes=400_000, **options
+    )
     assert plan.chosen == "small"
     assert any("variant large: does not fit" in note for note in plan.notes)
-    with pytest.raises(NoFeasiblePlanError, match=r"no variant has a plan that fits:\n  variant large"):
-        autoshard.optimize(None, None, "data=4,model=2", variants=variants, memory_budget_bytes=1000, **options)
+    with pytest.raises(
+        NoFeasiblePlanError, match=r"no variant has a plan that fits:\n  variant large"
+    ):
+        autoshard.optimize(
+            None, None, "data=4,model=2", variants=variants, memory_budget_bytes=1000, **options
+        )
 
 
 @pytest.mark.parametrize(

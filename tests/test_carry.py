@@ -37,20 +37,29 @@ def test_nothing_is_assumed_of_what_is_not_donated() -> None:
 
 
 def test_a_whole_output_can_be_the_next_state() -> None:
-    assert pairs(lambda s: {"a": s["a"] + 1}, ({"a": array(4)},), donate_argnums=0) == {"s/a": "out/a"}
+    assert pairs(lambda s: {"a": s["a"] + 1}, ({"a": array(4)},), donate_argnums=0) == {
+        "s/a": "out/a"
+    }
     assert pairs(lambda x: x * 2, (array(4),), donate_argnums=0) == {"x": "out"}
 
 
 def test_outputs_by_key_and_non_array_leaves() -> None:
     def step(state: Any, x: jax.Array) -> Any:
-        return {"loss": x.sum(), "note": "text", "state": {"act": state["act"], "w": state["w"] + 1}}
+        return {
+            "loss": x.sum(),
+            "note": "text",
+            "state": {"act": state["act"], "w": state["w"] + 1},
+        }
 
     found = pairs(step, ({"act": jnp.tanh, "w": array(4)}, array(4)), donate_argnums=0)
     assert found == {"state/w": "out/state/w"}
 
 
 def test_a_shape_that_changes_feeds_nothing() -> None:
-    assert pairs(lambda s, x: (jnp.concatenate([s, x]), x), (array(4), array(2)), donate_argnums=0) == {}
+    assert (
+        pairs(lambda s, x: (jnp.concatenate([s, x]), x), (array(4), array(2)), donate_argnums=0)
+        == {}
+    )
     assert pairs(lambda s: s.astype(jnp.bfloat16), (array(4),), donate_argnums=0) == {}
 
 
@@ -61,7 +70,9 @@ def test_each_output_feeds_one_argument() -> None:
 
 @pytest.mark.parametrize("carry", [{0: 0}, {"params": 0}, [(0, 0)], (0, 0)])
 def test_carry_by_position_or_name(carry: Any) -> None:
-    assert pairs(mlp_step, mlp_args(), carry) == {f"params/{n}": f"out/0/{n}" for n in ("b1", "w1", "w2")}
+    assert pairs(mlp_step, mlp_args(), carry) == {
+        f"params/{n}": f"out/0/{n}" for n in ("b1", "w1", "w2")
+    }
 
 
 def test_carry_by_key_of_the_output_and_of_the_whole() -> None:

@@ -43,10 +43,17 @@ def job(
         updates, opt_state = made.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    layer = {name: jax.ShapeDtypeStruct((d, hidden), dtype), "down": jax.ShapeDtypeStruct((hidden, d), dtype)}
+    layer = {
+        name: jax.ShapeDtypeStruct((d, hidden), dtype),
+        "down": jax.ShapeDtypeStruct((hidden, d), dtype),
+    }
     params = {"layers": [dict(layer) for _ in range(layers)]}
     state = jax.eval_shape(made.init, params)
-    return {"fn": step, "example_args": (params, state, jax.ShapeDtypeStruct((32, d), dtype)), "donate_argnums": (0, 1)}
+    return {
+        "fn": step,
+        "example_args": (params, state, jax.ShapeDtypeStruct((32, d), dtype)),
+        "donate_argnums": (0, 1),
+    }
 
 
 def factory() -> dict[str, Any]:
@@ -80,7 +87,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "a layer less": ({"layers": 3}, "removed", True, r"layers/3/down, .* are gone \(a layer less"),
     "another width": (
         {"hidden": 64}, "size", True,
-        r"params/layers/\*/up is \[16, 32\] in the table, \[16, 64\] here; P\(.*\) still divides it",
+        r"params/layers/\*/up is \[16, 32\] in the table, \[16, 64\] here; P\(.*\) still divides "
+        r"it",
     ),
     "a width that does not divide": (
         {"hidden": 33}, "size", True, r"\(size 33\) over mesh axis 'model' \(size 2\), which does not",
@@ -116,7 +124,9 @@ def test_another_mesh(table: SpecTable) -> None:
 
 
 def evidence(table: SpecTable, **changes: Any) -> SpecTable:
-    return msgspec.structs.replace(table, evidence=msgspec.structs.replace(table.evidence, **changes))
+    return msgspec.structs.replace(
+        table, evidence=msgspec.structs.replace(table.evidence, **changes)
+    )
 
 
 def test_another_jax_is_a_warning(table: SpecTable) -> None:
@@ -146,18 +156,25 @@ def test_rules_of_roles_that_are_not_here(table: SpecTable) -> None:
     assert "names role 'nothing.0'" in found.text
 
 
-# Loading under another mesh or a model of another size ----------------------------------------------------------------
+# Loading under another mesh or a model of another size --------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mesh", "changes"),
-    [("data=2,model=4", {}), (MESH, {"layers": 6}), (MESH, {"hidden": 64}), ("data=2,model=2", {"layers": 6, "d": 32})],
+    [
+        ("data=2,model=4", {}),
+        (MESH, {"layers": 6}),
+        (MESH, {"hidden": 64}),
+        ("data=2,model=2", {"layers": 6, "d": 32}),
+    ],
 )
 def test_specs_of_another_mesh_or_size_come_from_the_rules(
     table: SpecTable, mesh: str, changes: dict[str, Any]
 ) -> None:
     arguments = job(**changes)
-    target = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    target = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     on = target if mesh == "data=2,model=2" else mesh
     plan = autoshard.apply(mesh=on, layout=table, **arguments)
     assert plan.specs == autoshard.apply(mesh=on, layout=[*table.rules], **arguments).specs
@@ -184,7 +201,9 @@ def test_a_role_is_found_by_its_leaves_when_its_name_changed(table: SpecTable) -
         path: msgspec.structs.replace(leaf, roles=[strange(r) for r in leaf.roles])
         for path, leaf in table.inputs.items()
     }
-    old = msgspec.structs.replace(table, rules=[f"old_{rule}" for rule in table.rules], inputs=inputs)
+    old = msgspec.structs.replace(
+        table, rules=[f"old_{rule}" for rule in table.rules], inputs=inputs
+    )
     plan = autoshard.apply(mesh=MESH, layout=old, **job())
     assert {p: spec_text(leaf.spec) for p, leaf in plan.table.inputs.items()} == {
         p: spec_text(leaf.spec) for p, leaf in table.inputs.items()
@@ -193,14 +212,18 @@ def test_a_role_is_found_by_its_leaves_when_its_name_changed(table: SpecTable) -
 
 
 def test_the_mesh_of_a_table(table: SpecTable) -> None:
-    explicit = msgspec.structs.replace(table, mesh=msgspec.structs.replace(table.mesh, types=["explicit", "auto"]))
+    explicit = msgspec.structs.replace(
+        table, mesh=msgspec.structs.replace(table.mesh, types=["explicit", "auto"])
+    )
     assert mesh_of(explicit).axis_types == (AxisType.Explicit, AxisType.Auto)
-    many = msgspec.structs.replace(table, mesh=msgspec.structs.replace(table.mesh, axes={"data": 400, "model": 2}))
+    many = msgspec.structs.replace(
+        table, mesh=msgspec.structs.replace(table.mesh, axes={"data": 400, "model": 2})
+    )
     with pytest.raises(autoshard.MeshError, match="--cpu-devices 800"):
         mesh_of(many)
 
 
-# diff ---------------------------------------------------------------------------------------------------------------
+# diff ---------------------------------------------------------------------------------------------
 
 
 def test_diff_says_what_differs(table: SpecTable) -> None:
@@ -210,12 +233,15 @@ def test_diff_says_what_differs(table: SpecTable) -> None:
     assert "mesh: {'data': 4, 'model': 2} -> {'data': 2, 'model': 4}" in text
     assert "+ params/layers/4/up" not in text
     assert "params/layers/4/up: + float32[16, 64]" in text
-    assert "params/layers/*/up (* is 0-3): float32[16, 32] P('data', 'model') -> float32[16, 64]" in text
+    assert (
+        "params/layers/*/up (* is 0-3): float32[16, 32] P('data', 'model') -> float32[16, 64]"
+        in text
+    )
     assert "different programs" in text
     assert len(text.splitlines()) < 60
 
 
-# The command line -----------------------------------------------------------------------------------------------------
+# The command line ---------------------------------------------------------------------------------
 
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -239,7 +265,11 @@ def test_exit_codes_of_the_command(table: SpecTable, tmp_path: Path) -> None:
 
     assert "fits" in of("check", "x.json", "tests.test_check:factory", code=0)
     assert "error: size: " in of("check", "x.json", "tests.test_check:wider", code=1)
-    assert '"kind": "mesh"' in of("check", "x.json", "tests.test_check:factory", "--mesh", "x=2", "--json", code=1)
-    assert "warning: program: " in of("check", "old.json", "tests.test_check:factory", "--strict", code=1)
+    assert '"kind": "mesh"' in of(
+        "check", "x.json", "tests.test_check:factory", "--mesh", "x=2", "--json", code=1
+    )
+    assert "warning: program: " in of(
+        "check", "old.json", "tests.test_check:factory", "--strict", code=1
+    )
     assert "cut short" in of("check", "cut.json", "tests.test_check:factory", code=2)
     assert "verified" not in of("diff", "x.json", "old.json", code=0)

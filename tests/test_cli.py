@@ -1,4 +1,5 @@
-"""The command line, in processes of its own: exit codes, one line on standard error, resuming after a kill."""
+"""The command line, in processes of its own: exit codes, one line on standard error, resuming after
+a kill."""
 
 from __future__ import annotations
 
@@ -52,7 +53,13 @@ def environment() -> dict[str, str]:
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command(*arguments),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -64,7 +71,9 @@ def test_search_saves_a_table_that_another_process_applies(here: Path) -> None:
     assert said["verified"]["ok"]
     fields = "name origin rules status reason predicted partitioned compiled verified measured constraints"
     assert set(fields.split()) <= set(winner)
-    sizes = {f"{part}_bytes" for part in ("collective", "argument", "output", "alias", "temp", "peak")}
+    sizes = {
+        f"{part}_bytes" for part in ("collective", "argument", "output", "alias", "temp", "peak")
+    }
     assert sizes | {"collectives", "full_remat_warnings", "time_s"} <= set(winner["compiled"])
     script = """
 import jax; jax.config.update("jax_num_cpu_devices", 8)
@@ -110,9 +119,22 @@ def compiled_seconds(log: Path) -> dict[str, list[float]]:
 
 def test_a_killed_search_continues_and_repeats_no_finished_candidate(here: Path) -> None:
     study = ("--storage", "study.log", "--lease", "3")
-    arguments = ("search", "job:factory", *SEARCH[:-4], "--compiled", "6", "--measured", "0", *study)
+    arguments = (
+        "search",
+        "job:factory",
+        *SEARCH[:-4],
+        "--compiled",
+        "6",
+        "--measured",
+        "0",
+        *study,
+    )
     first = subprocess.Popen(
-        command(*arguments), cwd=here, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(*arguments),
+        cwd=here,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     log = here / "study.log"
     deadline = time.monotonic() + 200
@@ -155,7 +177,17 @@ def test_a_study_of_another_program_is_refused(here: Path) -> None:
     study = ("--storage", "study.log", "--study", "mine")
     assert run(here, "search", "job:factory", *SEARCH, *study).returncode == 0
     other = run(
-        here, "search", "job:pair", *SEARCH[:-4], "--mesh", "data=8", "--compiled", "1", "--measured", "0", *study
+        here,
+        "search",
+        "job:pair",
+        *SEARCH[:-4],
+        "--mesh",
+        "data=8",
+        "--compiled",
+        "1",
+        "--measured",
+        "0",
+        *study,
     )
     assert other.returncode == 2
     assert "mesh: 'data=4,model=2' there, 'data=8' here" in other.stderr

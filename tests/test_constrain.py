@@ -1,4 +1,5 @@
-"""The constraint pass: the work, then the store, anywhere in the program, and the same function afterwards."""
+"""The constraint pass: the work, then the store, anywhere in the program, and the same function
+afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def stated(made: Prepared, *rules: str, inside: bool = True) -> list[tuple[str, 
 def constrained(made: Prepared, *rules: str) -> Callable[..., Any]:
     """The function with the constraints inside, its jaxpr checked."""
     mesh = made.request.mesh
-    closed = insert_constraints(made.traced.program, constraints_for(layout_of(made, *rules)), mesh.auto)
+    closed = insert_constraints(
+        made.traced.program, constraints_for(layout_of(made, *rules)), mesh.auto
+    )
     check(closed)
     flat = as_function(closed, made.traced.program.name)
     return lambda *args: made.traced.unflatten_outputs(flat(*jax.tree.leaves(args)))
@@ -67,7 +70,11 @@ def test_the_store_is_stated_after_the_work_where_they_differ() -> None:
 
 def test_megatron_splits_the_sum_and_leaves_the_result_whole() -> None:
     made = prepared(lambda x, w: jnp.tanh(x) @ w, (array(8, 4), array(4, 6)), mesh_of(**MESH))
-    assert [spec for _, _, spec in stated(made, "x.1->model")] == [P(None, "model"), P("model"), P()]
+    assert [spec for _, _, spec in stated(made, "x.1->model")] == [
+        P(None, "model"),
+        P("model"),
+        P(),
+    ]
 
 
 def test_arguments_only_states_nothing_inside() -> None:
@@ -78,7 +85,9 @@ def test_arguments_only_states_nothing_inside() -> None:
 def attention(q: jax.Array, k: jax.Array) -> jax.Array:
     batch, length, heads, size = q.shape
     groups = k.shape[2]
-    return jnp.einsum("bqgrd,bsgd->bgrqs", q.reshape(batch, length, groups, heads // groups, size), k)
+    return jnp.einsum(
+        "bqgrd,bsgd->bgrqs", q.reshape(batch, length, groups, heads // groups, size), k
+    )
 
 
 def test_two_key_value_heads_on_a_four_way_axis_are_left_to_the_partitioner() -> None:
@@ -93,12 +102,19 @@ def test_two_key_value_heads_on_a_four_way_axis_are_left_to_the_partitioner() ->
         assert "data" in entries
     # Where the axis divides, it is used and nothing is left open.
     made = prepared(attention, (array(4, 8, 8, 16), array(4, 8, 4, 16)), mesh_of(data=2, model=4))
-    assert all(U not in spec and "model" in spec for _, _, spec in stated(made, "q.0->data", "q.2->model"))
+    assert all(
+        U not in spec and "model" in spec for _, _, spec in stated(made, "q.0->data", "q.2->model")
+    )
 
 
 def test_indices_of_a_gather_and_what_it_picks_from_are_stated_as_well() -> None:
-    made = prepared(lambda e, t: e[t], (array(64, 16), array(8, 4, dtype=np.int32)), mesh_of(**MESH))
-    found = {(primitive, place): spec for primitive, place, spec in stated(made, "t.0->data", "e.1->model")}
+    made = prepared(
+        lambda e, t: e[t], (array(64, 16), array(8, 4, dtype=np.int32)), mesh_of(**MESH)
+    )
+    found = {
+        (primitive, place): spec
+        for primitive, place, spec in stated(made, "t.0->data", "e.1->model")
+    }
     assert found["gather", "operand 0"][1] == "model"
     assert found["gather", "operand 1"][0] == "data"
     assert found["gather", "result 0 as computed"] == P("data", None, "model")
@@ -140,12 +156,16 @@ def own(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: (3.0 * g @ saved[1].T, saved[0].T @ g))
+own.defvjp(
+    lambda x, w: (own(x, w), (x, w)), lambda saved, g: (3.0 * g @ saved[1].T, saved[0].T @ g)
+)
 
 
 def grads(w: jax.Array, x: jax.Array) -> Any:
     def loss(w: jax.Array) -> jax.Array:
-        h = jax.lax.scan(jax.checkpoint(lambda c, w: (jnp.tanh(c @ w), None)), x, jnp.stack([w, w]))[0]
+        h = jax.lax.scan(
+            jax.checkpoint(lambda c, w: (jnp.tanh(c @ w), None)), x, jnp.stack([w, w])
+        )[0]
         return jnp.sum(own(h, w) ** 2)
 
     return jax.value_and_grad(loss)(w)
@@ -185,7 +205,9 @@ def test_the_original_program_stays_as_it_is() -> None:
 
 def test_the_constrained_function_is_differentiable_as_the_original_is() -> None:
     made = prepared(loops_without_while, (W, X), mesh_of(**MESH))
-    ours = jax.jit(jax.grad(lambda w, x: constrained(made, "x.0->data", "w.0->model")(w, x).sum()))(W, X)
+    ours = jax.jit(jax.grad(lambda w, x: constrained(made, "x.0->data", "w.0->model")(w, x).sum()))(
+        W, X
+    )
     theirs = jax.grad(lambda w, x: loops_without_while(w, x).sum())(W, X)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -210,7 +232,9 @@ def test_the_stored_value_keeps_its_readers() -> None:
     (dot,) = (e for e in made.traced.program.eqns if e.primitive == "dot_general")
     specs = (P("data"), P(None, "model"))
     closed = insert_constraints(
-        made.traced.program, Constraints({dot.index: EqnConstraints(results={0: specs})}), made.request.mesh.auto
+        made.traced.program,
+        Constraints({dot.index: EqnConstraints(results={0: specs})}),
+        made.request.mesh.auto,
     )
     check(closed)
     first, work, store, last = closed.jaxpr.eqns
@@ -222,7 +246,8 @@ def test_the_stored_value_keeps_its_readers() -> None:
 
 
 def test_the_compiled_program_moves_what_was_stated() -> None:
-    """Weight gathering on the batch axis: FSDP's weights are brought together, activations never."""
+    """Weight gathering on the batch axis: FSDP's weights are brought together, activations
+    never."""
     args = (array(64, 32), array(32, 32))
     made = prepared(lambda x, w: jnp.tanh(x @ w) @ w, args, mesh_of(data=8))
     run = jax.jit(
@@ -239,4 +264,6 @@ def test_forward_losses_of_a_sharded_decoder_agree() -> None:
     params, _, tokens = decoder_args(**SMALL)
     made = prepared(decoder_loss, (params, tokens), mesh_of(**MESH))
     run = constrained(made, "tokens.0->data", "w1.2->model", "wk.2->model", "emb.0->model")
-    np.testing.assert_allclose(jax.jit(run)(params, tokens), decoder_loss(params, tokens), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(run)(params, tokens), decoder_loss(params, tokens), rtol=1e-5
+    )

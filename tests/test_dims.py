@@ -36,7 +36,9 @@ def test_a_contraction_joins_what_it_sums() -> None:
 
 
 def test_batched_attention() -> None:
-    axes = Axes(lambda q, k: jnp.einsum("bqhk,bshk->bhqs", q, k), array(2, 8, 4, 16), array(2, 8, 4, 16))
+    axes = Axes(
+        lambda q, k: jnp.einsum("bqhk,bshk->bhqs", q, k), array(2, 8, 4, 16), array(2, 8, 4, 16)
+    )
     (b, q, h, k), (b2, s, h2, k2) = axes["q"], axes["k"]
     assert (b, h, k) == (b2, h2, k2)
     assert axes["out"] == (b, h, q, s)
@@ -167,7 +169,8 @@ own.defvjp(lambda x: (own(x), x), lambda x, g: (g * x,))
 
 
 @pytest.mark.parametrize(
-    "wrap", [jax.checkpoint, jax.jit, lambda f: lambda x: own(f(x)), lambda f: lambda x: jax.nn.relu(f(x))]
+    "wrap",
+    [jax.checkpoint, jax.jit, lambda f: lambda x: own(f(x)), lambda f: lambda x: jax.nn.relu(f(x))],
 )
 def test_calls_are_entered(wrap: Any) -> None:
     axes = Axes(lambda x, w: wrap(jnp.sin)(x) @ w, array(8, 4), array(4, 6))
@@ -194,7 +197,9 @@ def test_optimizer_moments_join_their_parameters_by_themselves() -> None:
         return optax.apply_updates(params, updates), state
 
     axes = Axes(step, params, state, array(8, 4))
-    moments = [path for path in axes.program.input_paths if path.startswith("state") and path[-1] in "ab"]
+    moments = [
+        path for path in axes.program.input_paths if path.startswith("state") and path[-1] in "ab"
+    ]
     assert len(moments) == 4
     assert all(axes[path] == axes[f"params/{path[-1]}"] for path in moments)
 
@@ -222,6 +227,12 @@ def test_a_scanned_train_step_has_about_twenty_axes_whatever_its_depth() -> None
 
 def test_loops_of_an_equation_name_axis_and_size() -> None:
     axes = Axes(decoder_loss, decoder_args()[0], decoder_args()[2])
-    scores = next(e for e in axes.program.eqns if e.primitive == "dot_general" and e.outputs[0].shape == (8, 4, 32, 32))
+    scores = next(
+        e
+        for e in axes.program.eqns
+        if e.primitive == "dot_general" and e.outputs[0].shape == (8, 4, 32, 32)
+    )
     loops = axes.found.loops(scores)
-    assert sorted(size for _, size in loops) == [4, 8, 16, 32, 32], "two sequence loops, one class each or the same"
+    assert sorted(size for _, size in loops) == [4, 8, 16, 32, 32], (
+        "two sequence loops, one class each or the same"
+    )

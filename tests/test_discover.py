@@ -27,14 +27,21 @@ PASS, REDUCED, PERMUTED, WHOLE = LoopKind.PASS, LoopKind.REDUCED, LoopKind.PERMU
 
 
 def primitive(
-    name: str, shape_of: Callable[..., Any], *, as_jax: Callable[..., Any] | None = None, effect: Any = None
+    name: str,
+    shape_of: Callable[..., Any],
+    *,
+    as_jax: Callable[..., Any] | None = None,
+    effect: Any = None,
 ) -> Callable[..., Any]:
-    """A user's own primitive: its abstract evaluation, and its lowering as a jax function (None: it has none)."""
+    """A user's own primitive: its abstract evaluation, and its lowering as a jax function (None: it
+    has none)."""
     made = Primitive(name)
     if effect is None:
         made.def_abstract_eval(shape_of)
     else:
-        made.def_effectful_abstract_eval(lambda *avals, **params: (shape_of(*avals, **params), {effect}))
+        made.def_effectful_abstract_eval(
+            lambda *avals, **params: (shape_of(*avals, **params), {effect})
+        )
     if as_jax is not None:
         mlir.register_lowering(made, mlir.lower_fun(as_jax, multiple_results=False))
     return made.bind
@@ -63,7 +70,9 @@ def program_of(fn: Callable[..., Any], *args: Any) -> Program:
     return trace(fn, flatten_call(fn, args, {}, options_for(fn))).program
 
 
-def rule(fn: Callable[..., Any], *shapes: Sequence[int], dtype: Any = np.float32) -> tuple[DimRule, str]:
+def rule(
+    fn: Callable[..., Any], *shapes: Sequence[int], dtype: Any = np.float32
+) -> tuple[DimRule, str]:
     """The rule of the one unknown equation of a function, and the note on it."""
     finder = RuleFinder()
     program = program_of(fn, *(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape in shapes))
@@ -76,7 +85,9 @@ def linked(found: DimRule) -> dict[str, str]:
     """Loops that are not WHOLE, `operand.dim ...>result.dim ...`: {"0.0 1.0>0.0": "pass"}."""
 
     def places(loop: int, maps: Sequence[Sequence[int]]) -> str:
-        return " ".join(f"{i}.{d}" for i, loops in enumerate(maps) for d, x in enumerate(loops) if x == loop)
+        return " ".join(
+            f"{i}.{d}" for i, loops in enumerate(maps) for d, x in enumerate(loops) if x == loop
+        )
 
     return {
         f"{places(loop, found.operands)}>{places(loop, found.results)}": kind.value
@@ -92,7 +103,7 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover, "_discovered", run)
 
 
-# Stated by the compiler ---------------------------------------------------------------------------------------------
+# Stated by the compiler ---------------------------------------------------------------------------
 
 ELEMENTWISE = primitive("test_elementwise", like, as_jax=lambda x, y: jnp.tanh(x) * y)
 MATMUL = primitive(
@@ -102,11 +113,15 @@ MATMUL = primitive(
 )
 SOFTMAX = primitive("test_softmax", like, as_jax=jax.nn.softmax)
 WHERE = primitive("test_where", like, as_jax=lambda x, y: jnp.where(x > 0, x, y))
-ROWS = primitive("test_rows", lambda x: jax.core.ShapedArray(x.shape[:1], x.dtype), as_jax=lambda x: x.max(1))
+ROWS = primitive(
+    "test_rows", lambda x: jax.core.ShapedArray(x.shape[:1], x.dtype), as_jax=lambda x: x.max(1)
+)
 FLAT = primitive("test_flat", shaped(128), as_jax=lambda x: x.reshape(128))
 SORTED = primitive("test_sorted", like, as_jax=lambda x: lax.sort(x, dimension=1))
 CUMULATED = primitive("test_cumulated", like, as_jax=lambda x: lax.cumsum(x, 0))
-TABLE = primitive("test_table", like, as_jax=lambda x: x + jnp.asarray(np.arange(16.0, dtype=np.float32)))
+TABLE = primitive(
+    "test_table", like, as_jax=lambda x: x + jnp.asarray(np.arange(16.0, dtype=np.float32))
+)
 GRAM = primitive("test_gram", shaped(8, 8), as_jax=lambda x: x @ x.T)
 
 
@@ -127,7 +142,10 @@ GRAM = primitive("test_gram", shaped(8, 8), as_jax=lambda x: x @ x.T)
     ],
 )
 def test_stated_by_the_compiler(
-    monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], shapes: list[Any], expected: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    fn: Callable[..., Any],
+    shapes: list[Any],
+    expected: dict[str, str],
 ) -> None:
     no_run(monkeypatch)
     found, note = rule(fn, *shapes)
@@ -140,14 +158,16 @@ def test_how_a_reduction_combines() -> None:
     assert rule(MATMUL, (8, 16), (16, 4))[0].combine == "add"
 
 
-def test_a_stated_rule_is_not_run_and_large_shapes_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stated_rule_is_not_run_and_large_shapes_cost_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     no_run(monkeypatch)
     assert linked(rule(MATMUL, (2**14, 2**15), (2**15, 2**16))[0]) == {
         "0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"
     }  # fmt: skip
 
 
-# Discovered by running it -------------------------------------------------------------------------------------------
+# Discovered by running it -------------------------------------------------------------------------
 
 D_ELEMENTWISE = primitive("test_run_elementwise", like, as_jax=hidden(lambda x, y: jnp.tanh(x) * y))
 D_MATMUL = primitive(
@@ -167,8 +187,16 @@ D_ODD = primitive("test_run_odd", like, as_jax=hidden(lambda x: x + 1))
     [
         (D_ELEMENTWISE, [(8, 16), (8, 16)], {"0.0 1.0>0.0": "pass", "0.1 1.1>0.1": "pass"}),
         (D_ELEMENTWISE, [(2**14, 2**15)] * 2, {"0.0 1.0>0.0": "pass", "0.1 1.1>0.1": "pass"}),
-        (D_MATMUL, [(8, 16), (16, 4)], {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"}),
-        (D_MATMUL, [(16, 16), (16, 16)], {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"}),
+        (
+            D_MATMUL,
+            [(8, 16), (16, 4)],
+            {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"},
+        ),
+        (
+            D_MATMUL,
+            [(16, 16), (16, 16)],
+            {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"},
+        ),
         (D_SORTED, [(8, 16)], {"0.0>0.0": "pass"}),
         (D_TOTAL, [(8, 16)], {"0.0>": "reduced", "0.1>": "reduced"}),
         (D_ZEROS, [(8, 16)], {}),
@@ -176,7 +204,9 @@ D_ODD = primitive("test_run_odd", like, as_jax=hidden(lambda x: x + 1))
         (D_ODD, [(7, 1, 9)], {"0.0>0.0": "pass", "0.2>0.2": "pass"}),
     ],
 )
-def test_discovered_by_running(fn: Callable[..., Any], shapes: list[Any], expected: dict[str, str]) -> None:
+def test_discovered_by_running(
+    fn: Callable[..., Any], shapes: list[Any], expected: dict[str, str]
+) -> None:
     found, note = rule(fn, *shapes)
     assert linked(found) == expected
     assert note.endswith("as running it on small arrays shows")
@@ -189,7 +219,8 @@ def test_dtypes(dtype: Any) -> None:
 
 
 def test_a_product_of_sizes_keeps_its_proportions() -> None:
-    """Sizes 2048, 512 and 4 cannot become three unrelated small ones here; divided by the same they can."""
+    """Sizes 2048, 512 and 4 cannot become three unrelated small ones here; divided by the same they
+    can."""
     split = primitive(
         "test_run_split",
         lambda x, w: jax.core.ShapedArray((x.shape[0] // w.shape[0], w.shape[0]), x.dtype),
@@ -210,7 +241,7 @@ def test_what_a_branch_captures_is_not_overlooked() -> None:
     assert linked(found) == {"0.0>0.0": "pass"}
 
 
-# Not run ------------------------------------------------------------------------------------------------------------
+# Not run ------------------------------------------------------------------------------------------
 
 
 class Effect(jax._src.effects.Effect):
@@ -226,7 +257,9 @@ def lowerable_effect() -> Iterator[Effect]:
     effects.lowerable_effects._effect_types.discard(Effect)
 
 
-def test_what_has_a_side_effect_is_not_run(monkeypatch: pytest.MonkeyPatch, lowerable_effect: Effect) -> None:
+def test_what_has_a_side_effect_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, lowerable_effect: Effect
+) -> None:
     no_run(monkeypatch)
     writes = primitive("test_writes", like, as_jax=hidden(lambda x: x + 1), effect=lowerable_effect)
     found, note = rule(writes, (8, 16))
@@ -250,7 +283,10 @@ def test_what_calls_python_is_not_run() -> None:
 def test_what_cannot_be_lowered_links_nothing() -> None:
     found, note = rule(primitive("test_no_lowering", like), (8, 16))
     assert linked(found) == {}
-    assert "nothing is linked (NotImplementedError: MLIR translation rule for primitive 'test_no_lowering'" in note
+    assert (
+        "nothing is linked (NotImplementedError: MLIR translation rule for primitive "
+        "'test_no_lowering'" in note
+    )
 
 
 def test_what_fails_whenever_it_runs_links_nothing() -> None:
@@ -269,7 +305,9 @@ def test_a_large_sample_is_not_run() -> None:
         assert x.shape == (2**10, 2**10)
         return like(x)
 
-    found, note = rule(primitive("test_strict", strict, as_jax=hidden(lambda x: x + 1)), (2**10, 2**10))
+    found, note = rule(
+        primitive("test_strict", strict, as_jax=hidden(lambda x: x + 1)), (2**10, 2**10)
+    )
     assert linked(found) == {}
     assert note.startswith("test_strict has no dimension rule of its own: nothing is linked")
 
@@ -288,7 +326,7 @@ def test_custom_partitioning_follows_its_function() -> None:
     assert linked(rule(doubled, (8, 16))[0]) == {"0.0>0.0": "pass", "0.1>0.1": "pass"}
 
 
-# Foreign functions --------------------------------------------------------------------------------------------------
+# Foreign functions --------------------------------------------------------------------------------
 
 
 def ffi(name: str, result: Any, **attributes: Any) -> Callable[..., Any]:
@@ -303,7 +341,9 @@ def test_a_foreign_function_that_does_not_exist_links_nothing() -> None:
 
 def test_a_foreign_function_with_a_size_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     no_run(monkeypatch)
-    found, note = rule(ffi("test_sized", jax.ShapeDtypeStruct((8,), np.float32), n=np.int32(8)), (8,))
+    found, note = rule(
+        ffi("test_sized", jax.ShapeDtypeStruct((8,), np.float32), n=np.int32(8)), (8,)
+    )
     assert linked(found) == {}
     assert "foreign code with an integer parameter" in note
 
@@ -321,7 +361,7 @@ def test_a_foreign_function_that_runs() -> None:
     assert linked(found) == {"0.0>0.0 1.0 2.0": "pass"}
 
 
-# Cached, and in the program -----------------------------------------------------------------------------------------
+# Cached, and in the program -----------------------------------------------------------------------
 
 
 def test_equal_equations_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +410,9 @@ def test_a_search_with_a_users_own_primitive(mesh_4x2: Mesh) -> None:
     args = (np.ones((16, 32), np.float32), np.ones((8, 16), np.float32))
     plan = optimize(step, args, mesh_4x2, effort=Effort(2, 0), progress=False)
     assert plan.verified.ok
-    assert any("test_run_elementwise has no dimension rule of its own" in note for note in plan.notes)
+    assert any(
+        "test_run_elementwise has no dimension rule of its own" in note for note in plan.notes
+    )
 
 
 def test_inside_an_explicit_mesh() -> None:

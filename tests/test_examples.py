@@ -29,7 +29,9 @@ def test_without_a_budget_replication_wins_at_that_size() -> None:
     import mlp
 
     arguments = {k: v for k, v in mlp.factory().items() if k != "memory_budget_bytes"}
-    plan = autoshard.optimize(mesh="data=8", effort=Effort(compiled=3, measured=0), progress=False, **arguments)
+    plan = autoshard.optimize(
+        mesh="data=8", effort=Effort(compiled=3, measured=0), progress=False, **arguments
+    )
     assert not plan.rules
 
 
@@ -37,7 +39,11 @@ def test_the_demo_applies_fsdp_at_a_third_of_the_bytes_and_half_of_the_temporari
     import transformer
 
     inside, outside = (
-        autoshard.apply(mesh="data=4,model=2", layout="fsdp", constraints=c, **transformer.factory()).compile().evidence
+        autoshard.apply(
+            mesh="data=4,model=2", layout="fsdp", constraints=c, **transformer.factory()
+        )
+        .compile()
+        .evidence
         for c in ("anchors", "arguments")
     )
     assert inside.collective_bytes * 3 <= outside.collective_bytes

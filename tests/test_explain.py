@@ -1,4 +1,5 @@
-"""Explanations: compiled bytes by source line and operand, what a leaf's other specs cost, why presets lost."""
+"""Explanations: compiled bytes by source line and operand, what a leaf's other specs cost, why
+presets lost."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from tests import models
 
 @pytest.fixture(scope="module")
 def demo(mesh_4x2: Mesh) -> Plan:
-    config = transformer.Config(layers=2, d_model=64, heads=4, d_ff=128, length=32, batch=16, vocabulary=64)
+    config = transformer.Config(
+        layers=2, d_model=64, heads=4, d_ff=128, length=32, batch=16, vocabulary=64
+    )
     params = transformer.init_params(jax.random.key(0), config)
     tokens = np.zeros((config.batch, config.length + 1), np.int32)
     args: tuple[Any, ...] = (params, transformer.OPTIMIZER.init(params), tokens)
@@ -34,11 +37,21 @@ def test_bytes_are_attributed_by_operand(demo: Plan) -> None:
     found = demo.explain()
     print(found)
     assert found.attributed >= 0.95
-    assert sum(m.bytes for m in found.moved) == pytest.approx(demo.compile().evidence.collective_bytes, rel=1e-3)
+    assert sum(m.bytes for m in found.moved) == pytest.approx(
+        demo.compile().evidence.collective_bytes, rel=1e-3
+    )
     source = Path(transformer.__file__).read_text().splitlines()
-    weights = [m for m in found.moved if m.source.startswith("transformer.py") and m.kind == "all_reduce"]
+    weights = [
+        m for m in found.moved if m.source.startswith("transformer.py") and m.kind == "all_reduce"
+    ]
     lines = {source[int(m.source.split(":")[1]) - 1].strip() for m in weights}
-    for name in ("wq", "wk", "wv", "wo", "w_up"):  # their gradients are summed in combined collectives
+    for name in (
+        "wq",
+        "wk",
+        "wv",
+        "wo",
+        "w_up",
+    ):  # their gradients are summed in combined collectives
         assert any(f'weights["{name}"]' in line for line in lines), name
     by_line = {m.source: m for m in found.moved if m.kind == "all_reduce" and m.axes == ("model",)}
     assert any("->model" in rule for m in by_line.values() for rule in m.rules)
@@ -56,7 +69,9 @@ def test_memory_adds_up(demo: Plan) -> None:
     stored = demo.explain().stored_bytes
     assert stored["optimizer"] == pytest.approx(2 * stored["parameters"], rel=0.01)
     assert stored["gradients"] == pytest.approx(stored["parameters"], rel=0.05)
-    assert sum(count for name, count in stored.items() if name != "peak") == pytest.approx(stored["peak"], rel=0.02)
+    assert sum(count for name, count in stored.items() if name != "peak") == pytest.approx(
+        stored["peak"], rel=0.02
+    )
 
 
 def test_a_leaf_shows_its_runners_up(demo: Plan) -> None:
@@ -79,7 +94,9 @@ def test_what_if_predicts_and_compiles(mesh_4x2: Mesh) -> None:
     compiled = changed.compile()
     assert compiled.evidence.argument_bytes > plan.compile().evidence.argument_bytes
     same = plan.what_if({"params/w1": plan.specs["params/w1"]})
-    assert same.after.time_s == pytest.approx(same.before.time_s, rel=1e-12)  # summed in another order
+    assert same.after.time_s == pytest.approx(
+        same.before.time_s, rel=1e-12
+    )  # summed in another order
     assert same.after.collectives == same.before.collectives
     assert same.after.peak_bytes == same.before.peak_bytes
 
@@ -95,7 +112,13 @@ def test_every_preset_that_lost_has_its_reason(mesh_4x2: Mesh) -> None:
     budget = autoshard.Effort(compiled=4, measured=0)
     args = models.mlp_args(batch=64, d=64, h=256)
     plan = autoshard.optimize(
-        models.mlp_step, args, mesh_4x2, donate_argnums=0, effort=budget, memory_budget_bytes=150_000, progress=False
+        models.mlp_step,
+        args,
+        mesh_4x2,
+        donate_argnums=0,
+        effort=budget,
+        memory_budget_bytes=150_000,
+        progress=False,
     )
     reasons = dict(plan.explain().reasons)
     print(plan.explain())
@@ -106,7 +129,9 @@ def test_every_preset_that_lost_has_its_reason(mesh_4x2: Mesh) -> None:
     assert all("the budget is" in reasons[name] for name in rejected if name in reasons)
 
 
-def test_the_command_explains_a_table(mesh_4x2: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_explains_a_table(
+    mesh_4x2: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from autoshard.cli import app
 
     plan = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", donate_argnums=0)
@@ -114,10 +139,18 @@ def test_the_command_explains_a_table(mesh_4x2: Mesh, tmp_path: Path, capsys: py
     module = tmp_path / "factory.py"
     module.write_text(
         "from tests import models\n\ndef factory():\n"
-        "    return {'fn': models.mlp_step, 'example_args': models.mlp_args(), 'donate_argnums': 0, 'seed': 1}\n"
+        "    return {'fn': models.mlp_step, 'example_args': models.mlp_args(), 'donate_argnums': "
+        "0, 'seed': 1}\n"
     )
-    for extra, shown in ((["--minimal"], "models.py:"), (["--leaf", "params/w1"], "the plan"), ([], "throughput")):
-        app(["explain", str(tmp_path / "t.json"), f"{module}:factory", *extra], standalone_mode=False)
+    for extra, shown in (
+        (["--minimal"], "models.py:"),
+        (["--leaf", "params/w1"], "the plan"),
+        ([], "throughput"),
+    ):
+        app(
+            ["explain", str(tmp_path / "t.json"), f"{module}:factory", *extra],
+            standalone_mode=False,
+        )
         assert shown in capsys.readouterr().out
 
 
@@ -126,7 +159,9 @@ def test_time_against_memory_is_shown(mesh_4x2: Mesh) -> None:
         models.mlp_step, models.mlp_args(batch=64, d=64, h=256), mesh_4x2, hardware="tpu_v5e", progress=False,
         effort=autoshard.Effort(compiled=0, measured=0),
     )  # fmt: skip
-    anchored = [t.predicted for t in plan.trials if t.predicted is not None and t.constraints == "anchors"]
+    anchored = [
+        t.predicted for t in plan.trials if t.predicted is not None and t.constraints == "anchors"
+    ]
     shown = [t.predicted for t in pareto(plan.trials) if t.predicted is not None]
     assert len(shown) > 1
     assert [p.time_s for p in shown] == sorted({p.time_s for p in shown})

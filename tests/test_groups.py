@@ -63,7 +63,11 @@ def test_one_state_object_is_told_apart_by_leaf() -> None:
 
     state = {"w": array(16, 8), "m": array(16, 8), "count": array(dtype=np.int32)}
     groups = groups_of(step, state, array(32, 16), donate_argnums=0)
-    assert [groups[f"state/{name}"] for name in ("w", "m", "count")] == [PARAMETER, OPTIMIZER, OPTIMIZER]
+    assert [groups[f"state/{name}"] for name in ("w", "m", "count")] == [
+        PARAMETER,
+        OPTIMIZER,
+        OPTIMIZER,
+    ]
 
 
 def test_a_linear_model_has_no_hidden_axis_that_tells_parameters_from_data() -> None:
@@ -78,7 +82,9 @@ def test_in_a_forward_pass_parameters_are_what_has_no_batch() -> None:
     groups = groups_of(decoder_loss, decoder_args()[0], decoder_args()[2])
     assert under(groups, "params") == {PARAMETER}
     assert under(groups, "tokens") == {DATA}
-    groups = groups_of(lambda x, w1, w2: jnp.tanh(x @ w1) @ w2, array(64, 16), array(16, 32), array(32, 16))
+    groups = groups_of(
+        lambda x, w1, w2: jnp.tanh(x @ w1) @ w2, array(64, 16), array(16, 32), array(32, 16)
+    )
     assert list(groups.values()) == [DATA, PARAMETER, PARAMETER]
 
 
@@ -94,16 +100,26 @@ def test_a_decode_step_has_a_cache_and_parameters() -> None:
         x = x + jnp.einsum("bhs,bshk,hkd->bd", weights, values, params["o"])
         return x @ params["emb"].T, {"k": keys, "v": values}
 
-    params = {"emb": array(vocab, d), "o": array(heads, k, d), **{n: array(d, heads, k) for n in "qkv"}}
+    params = {
+        "emb": array(vocab, d),
+        "o": array(heads, k, d),
+        **{n: array(d, heads, k) for n in "qkv"},
+    }
     cache = {n: array(batch, length, heads, k) for n in "kv"}
     token, position = array(batch, dtype=np.int32), array(dtype=np.int32)
-    made = prepared(decode, (params, cache, token, position), mesh_of(data=4, model=2), donate_argnums=1)
+    made = prepared(
+        decode, (params, cache, token, position), mesh_of(data=4, model=2), donate_argnums=1
+    )
     assert {made.traced.program.input_paths[i] for i, _ in made.carry} == {"cache/k", "cache/v"}
     roles, program = made.problem.roles, made.traced.program
     groups = dict(zip(program.input_paths, made.problem.groups.of_input, strict=True))
     assert under(groups, "params") == {PARAMETER}
     assert under(groups, "cache") == {DATA}
-    specs = dict(zip(program.input_paths, (roles.of_value[v.index] for v in program.body.inputs), strict=True))
+    specs = dict(
+        zip(
+            program.input_paths, (roles.of_value[v.index] for v in program.body.inputs), strict=True
+        )
+    )
     assert specs["cache/k"][0] == specs["token"][0], "the batch"
     assert specs["cache/k"][2] == specs["params/q"][1], "the heads"
 
@@ -133,7 +149,9 @@ def test_a_frozen_table_that_is_looked_up_is_a_parameter_and_a_graph_is_not() ->
     def step(w: Any, table: jax.Array, tokens: jax.Array) -> Any:
         return {"w": w["w"] - jax.grad(lambda w: jnp.sin(table[tokens] @ w).sum())(w["w"])}
 
-    groups = groups_of(step, {"w": array(16, 8)}, array(64, 16), array(32, 4, dtype=np.int32), donate_argnums=0)
+    groups = groups_of(
+        step, {"w": array(16, 8)}, array(64, 16), array(32, 4, dtype=np.int32), donate_argnums=0
+    )
     assert list(groups.values()) == [PARAMETER, PARAMETER, DATA]
 
     def graph_step(w: Any, graph: Any) -> Any:
@@ -192,7 +210,9 @@ def test_decoding_one_sequence() -> None:
         return x + jnp.tanh(x @ params["up"]) @ params["down"], cache
 
     cache = {name: array(1, 64, 4, 8) for name in "kv"}
-    groups = groups_of(decode, FORWARD, cache, array(1, 1, 32), array(dtype=np.int32), donate_argnums=1)
+    groups = groups_of(
+        decode, FORWARD, cache, array(1, 1, 32), array(dtype=np.int32), donate_argnums=1
+    )
     assert {groups[f"params/{n}"] for n in ("q", "k", "v", "o", "up", "down")} == {PARAMETER}
     assert under(groups, "cache") == {DATA}
     assert groups["x"] is groups["position"] is DATA

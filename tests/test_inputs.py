@@ -1,4 +1,5 @@
-"""Inputs made for verifying and measuring: the same for every layout, in range, and never the person's own."""
+"""Inputs made for verifying and measuring: the same for every layout, in range, and never the
+person's own."""
 
 from __future__ import annotations
 
@@ -67,8 +68,13 @@ def test_made_integers_stay_within_what_is_indexed() -> None:
 
 
 def test_keys_are_made_too_and_alike() -> None:
-    args = (jax.ShapeDtypeStruct((), jax.random.key(0).dtype), jax.ShapeDtypeStruct((8,), jax.random.key(0).dtype))
-    made = inputs_of(lambda one, many: jax.random.normal(one, (3,)) + jax.random.normal(many[0], (3,)), *args)
+    args = (
+        jax.ShapeDtypeStruct((), jax.random.key(0).dtype),
+        jax.ShapeDtypeStruct((8,), jax.random.key(0).dtype),
+    )
+    made = inputs_of(
+        lambda one, many: jax.random.normal(one, (3,)) + jax.random.normal(many[0], (3,)), *args
+    )
     mesh = mesh_of(data=4)
     alone = made.place([SingleDeviceSharding(jax.devices()[0])] * 2)
     split = made.place([NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))])
@@ -82,7 +88,9 @@ def test_a_placed_copy_can_be_donated_and_the_persons_array_lives(where: int) ->
     own = jax.device_put(np.arange(128.0, dtype=np.float32).reshape(16, 8), sharding)
     plain = np.arange(128.0, dtype=np.float32).reshape(16, 8)
     placed = inputs_of(lambda a, b: (a, b), own, plain).place([sharding, sharding])
-    step = jax.jit(lambda a, b: (a * 0, b * 0), donate_argnums=(0, 1), out_shardings=(sharding, sharding))
+    step = jax.jit(
+        lambda a, b: (a * 0, b * 0), donate_argnums=(0, 1), out_shardings=(sharding, sharding)
+    )
     jax.block_until_ready(step(*placed))
     assert all(leaf.is_deleted() for leaf in placed)
     np.testing.assert_array_equal(np.asarray(own), np.arange(128.0).reshape(16, 8))

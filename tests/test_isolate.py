@@ -1,4 +1,5 @@
-"""A compilation that aborts, hangs, or eats the memory is a rejection with its reason; the search goes on."""
+"""A compilation that aborts, hangs, or eats the memory is a rejection with its reason; the search
+goes on."""
 
 from __future__ import annotations
 
@@ -41,11 +42,13 @@ def worker(script: str) -> tuple[str, ...]:
 
 
 def real_worker(patch: str) -> tuple[str, ...]:
-    """The command of the real worker, in which a script first puts other functions in the place of its own."""
+    """The command of the real worker, in which a script first puts other functions in the place of
+    its own."""
     return (
         *COMMAND[:2],
         "-c",
-        "import os, sys, time\nfrom autoshard import compat, compile_worker\nreal = compat.compile_requested\n"
+        "import os, sys, time\nfrom autoshard import compat, compile_worker\nreal = "
+        "compat.compile_requested\n"
         f"{patch}\n"
         "compile_worker.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))",
     )
@@ -54,7 +57,8 @@ def real_worker(patch: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def plans(mesh_4x2: Mesh) -> dict[str, Plan]:
     return {
-        name: autoshard.apply(mlp_step, mlp_args(), mesh_4x2, name, donate_argnums=0) for name in ("dp", "tp", "fsdp")
+        name: autoshard.apply(mlp_step, mlp_args(), mesh_4x2, name, donate_argnums=0)
+        for name in ("dp", "tp", "fsdp")
     }
 
 
@@ -86,7 +90,9 @@ def test_evidence_is_that_of_a_compilation_here(
 
 
 @pytest.mark.parametrize("name", ["dp", "tp", "fsdp"])
-def test_the_partitioner_says_the_same_there(plans: dict[str, Plan], warm: Isolation, name: str) -> None:
+def test_the_partitioner_says_the_same_there(
+    plans: dict[str, Plan], warm: Isolation, name: str
+) -> None:
     lowered = plans[name].built.lower()
     here, there = partition(lowered, plans[name].mesh.axes), warm.partition(lowered)
     assert isinstance(there, Partitioned)
@@ -94,14 +100,18 @@ def test_the_partitioner_says_the_same_there(plans: dict[str, Plan], warm: Isola
     assert there.collectives
 
 
-def test_passes_that_abort_are_a_failure_and_those_that_fail_are_not(plans: dict[str, Plan]) -> None:
+def test_passes_that_abort_are_a_failure_and_those_that_fail_are_not(
+    plans: dict[str, Plan],
+) -> None:
     lowered, mesh = plans["fsdp"].built.lower(), plans["fsdp"].mesh
     abort = "compile_worker.partition_module = lambda module, axes: os.abort()"
     with Isolation(mesh, command=real_worker(abort)) as isolation:
         ended = isolation.partition(lowered)
         assert isinstance(ended, Failure)
         assert "the compiler aborted the process (SIGABRT)" in ended.reason
-        assert isinstance(isolation.compile(plans["fsdp"].built), CompiledEvidence)  # by the worker in its place
+        assert isinstance(
+            isolation.compile(plans["fsdp"].built), CompiledEvidence
+        )  # by the worker in its place
     refuse = "compile_worker.partition_module = lambda module, axes: compile_worker.PartitionFailure('no such axis')"
     with Isolation(mesh, command=real_worker(refuse)) as isolation:
         assert isolation.partition(lowered) == PartitionFailure("no such axis")
@@ -128,11 +138,15 @@ def test_options_reach_the_compiler(plans: dict[str, Plan], warm: Isolation) -> 
 
 def test_a_custom_call_of_jax_itself(mesh_4x2: Mesh, warm: Isolation) -> None:
     """LAPACK's handlers exist in the worker although it never lowers anything."""
-    plan = autoshard.apply(lambda x: jnp.linalg.cholesky(x @ x.T), (np.eye(8, dtype=np.float32),), mesh_4x2, [])
+    plan = autoshard.apply(
+        lambda x: jnp.linalg.cholesky(x @ x.T), (np.eye(8, dtype=np.float32),), mesh_4x2, []
+    )
     assert isinstance(warm.compile(plan.built), CompiledEvidence)
 
 
-def test_a_handler_that_only_this_process_has_is_no_failure(mesh_4x2: Mesh, warm: Isolation) -> None:
+def test_a_handler_that_only_this_process_has_is_no_failure(
+    mesh_4x2: Mesh, warm: Isolation
+) -> None:
     def fn(x: Any) -> Any:
         return jax.ffi.ffi_call("registered_elsewhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
@@ -153,14 +167,25 @@ def test_programs_with_callbacks_compile_in_process(mesh_4x2: Mesh, warm: Isolat
     ("script", "expected"),
     [
         (
-            "os.write(2, b'warming up\\nF0101 07:00:00 spmd.cc:42] Check failed: a == b (1 vs. 2)\\n"
+            "os.write(2, b'warming up\\nF0101 07:00:00 spmd.cc:42] Check failed: a == b (1 vs. "
+            "2)\\n"
             "*** Check failure stack trace: ***\\n    @     0x7f0  xla::f()\\n'); os.abort()",
-            "the compiler aborted the process (SIGABRT): F0101 07:00:00 spmd.cc:42] Check failed: a == b (1 vs. 2)",
+            "the compiler aborted the process (SIGABRT): F0101 07:00:00 spmd.cc:42] Check failed: "
+            "a == b (1 vs. 2)",
         ),
-        ("os.kill(os.getpid(), 11)", "the compiler aborted the process (SIGSEGV): nothing on its standard error"),
-        ("os.kill(os.getpid(), 9)", "the compiler's process was killed (SIGKILL), as the system does when memory"),
+        (
+            "os.kill(os.getpid(), 11)",
+            "the compiler aborted the process (SIGSEGV): nothing on its standard error",
+        ),
+        (
+            "os.kill(os.getpid(), 9)",
+            "the compiler's process was killed (SIGKILL), as the system does when memory",
+        ),
         ("raise SystemExit(3)", "the compiler ended the process (exit status 3)"),
-        ("connection.send_bytes(b'\\x93 not a reply')", "the compiler's process sent what cannot be read"),
+        (
+            "connection.send_bytes(b'\\x93 not a reply')",
+            "the compiler's process sent what cannot be read",
+        ),
         (
             "os.write(connection.fileno(), b'not a message'); sys.exit()",
             "the compiler ended the process (exit status 0)",
@@ -179,8 +204,12 @@ def test_ends(plans: dict[str, Plan], script: str, expected: str) -> None:
 def test_hangs(plans: dict[str, Plan], script: str) -> None:
     """Also one that never reads: the request is larger than what a pipe holds."""
     large = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
-    plan = autoshard.apply(lambda x: x @ large, (np.ones((8, 512), np.float32),), plans["fsdp"].mesh.user, [])
-    with Isolation(plan.mesh, timeout_s=0.5, command=worker(script + "time.sleep(600)")) as isolation:
+    plan = autoshard.apply(
+        lambda x: x @ large, (np.ones((8, 512), np.float32),), plans["fsdp"].mesh.user, []
+    )
+    with Isolation(
+        plan.mesh, timeout_s=0.5, command=worker(script + "time.sleep(600)")
+    ) as isolation:
         outcome = isolation.compile(plan.built)
     assert outcome == Failure("it took longer than 0.5 s; the compiler's process was ended")
 
@@ -194,8 +223,12 @@ def test_memory_limit(plans: dict[str, Plan]) -> None:
         assert outcome.reason.startswith("MemoryError")
 
 
-@pytest.mark.parametrize("command", [("/no/such/interpreter",), worker("raise SystemExit('no jax here')")])
-def test_without_a_worker_the_search_compiles_itself(plans: dict[str, Plan], command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command", [("/no/such/interpreter",), worker("raise SystemExit('no jax here')")]
+)
+def test_without_a_worker_the_search_compiles_itself(
+    plans: dict[str, Plan], command: tuple[str, ...]
+) -> None:
     with Isolation(plans["fsdp"].mesh, command=command) as isolation:
         for _ in range(2):
             outcome = isolation.compile(plans["fsdp"].built)
@@ -203,7 +236,9 @@ def test_without_a_worker_the_search_compiles_itself(plans: dict[str, Plan], com
             assert outcome.reason.startswith("no process to compile in could be started")
 
 
-def test_an_interruption_ends_the_worker(plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_ends_the_worker(
+    plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer that comes later must not be taken for that to the next request."""
 
     def interrupted(*args: object, **kwargs: object) -> Any:
@@ -241,7 +276,7 @@ def test_replies_survive_the_pipe() -> None:
     assert isolate.msgspec.msgpack.decode(packed, type=Reply) == Reply(error="x")
 
 
-# In a search ---------------------------------------------------------------------------------------------------------
+# In a search --------------------------------------------------------------------------------------
 
 
 def test_a_search_goes_on_after_an_abort(mesh_4x2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,10 +294,19 @@ def test_a_search_goes_on_after_an_abort(mesh_4x2: Mesh, monkeypatch: pytest.Mon
     monkeypatch.setattr(Isolation.__init__, "__kwdefaults__", {
         "timeout_s": 600.0, "memory_bytes": None, "command": real_worker(patch),
     })  # fmt: skip
-    plan = optimize(mlp_step, mlp_args(), mesh_4x2, donate_argnums=0, isolate=True, effort=Effort(5, 0), progress=False)
+    plan = optimize(
+        mlp_step,
+        mlp_args(),
+        mesh_4x2,
+        donate_argnums=0,
+        isolate=True,
+        effort=Effort(5, 0),
+        progress=False,
+    )
     rejected = [t for t in plan.trials if t.status == "rejected"]
     assert [t.reason for t in rejected] == [
-        "compilation failed: the compiler aborted the process (SIGABRT): F0101 07:00:00 spmd.cc:42] "
+        "compilation failed: the compiler aborted the process (SIGABRT): F0101 07:00:00 "
+        "spmd.cc:42] "
         "Check failed: groups == 4"
     ]
     assert sum(t.compiled is not None for t in plan.trials) == 4
@@ -286,10 +330,19 @@ def test_a_search_goes_on_after_an_abort_of_the_partitioner(
     monkeypatch.setattr(Isolation.__init__, "__kwdefaults__", {
         "timeout_s": 600.0, "memory_bytes": None, "command": real_worker(patch),
     })  # fmt: skip
-    plan = optimize(mlp_step, mlp_args(), mesh_4x2, donate_argnums=0, isolate=True, effort=Effort(4, 0), progress=False)
+    plan = optimize(
+        mlp_step,
+        mlp_args(),
+        mesh_4x2,
+        donate_argnums=0,
+        isolate=True,
+        effort=Effort(4, 0),
+        progress=False,
+    )
     rejected = [t.reason for t in plan.trials if t.status == "rejected"]
     assert rejected == [
-        "partitioning failed: the compiler aborted the process (SIGABRT): nothing on its standard error"
+        "partitioning failed: the compiler aborted the process (SIGABRT): nothing on its standard "
+        "error"
     ]
     assert sum(t.compiled is not None for t in plan.trials) == 3
     assert plan.verified.ok
@@ -297,7 +350,15 @@ def test_a_search_goes_on_after_an_abort_of_the_partitioner(
 
 def test_an_isolated_search_finds_what_the_other_finds(mesh_4x2: Mesh) -> None:
     def search(**how: Any) -> Plan:
-        return optimize(mlp_step, mlp_args(), mesh_4x2, donate_argnums=0, effort=Effort(4, 0), progress=False, **how)
+        return optimize(
+            mlp_step,
+            mlp_args(),
+            mesh_4x2,
+            donate_argnums=0,
+            effort=Effort(4, 0),
+            progress=False,
+            **how,
+        )
 
     here, there = search(), search(isolate=True)
     assert here.specs == there.specs
@@ -310,7 +371,12 @@ def test_an_isolated_search_finds_what_the_other_finds(mesh_4x2: Mesh) -> None:
 
 def test_a_search_with_callbacks_says_that_it_was_not_isolated(mesh_4x2: Mesh) -> None:
     def fn(x: Any) -> Any:
-        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential") * 2
+        return (
+            jax.pure_callback(
+                np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+            )
+            * 2
+        )
 
     x = np.ones((8, 8), np.float32)
     plan = optimize(fn, (x,), mesh_4x2, isolate=True, effort=Effort(1, 0), progress=False)
@@ -320,15 +386,23 @@ def test_a_search_with_callbacks_says_that_it_was_not_isolated(mesh_4x2: Mesh) -
 
 
 @pytest.mark.parametrize(
-    "bad", [{"compile_timeout_s": 0}, {"compile_timeout_s": float("nan")}, {"compile_memory_bytes": "lots"}]
+    "bad",
+    [
+        {"compile_timeout_s": 0},
+        {"compile_timeout_s": float("nan")},
+        {"compile_memory_bytes": "lots"},
+    ],
 )
 def test_limits_are_checked(mesh_4x2: Mesh, bad: dict[str, Any]) -> None:
     with pytest.raises(autoshard.ArgumentError, match=next(iter(bad))):
         optimize(mlp_step, mlp_args(), mesh_4x2, isolate=True, progress=False, **bad)
 
 
-def test_the_worker_sees_what_this_process_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: Any) -> None:
-    """Also from another directory, in which a file has the name of a module of the standard library."""
+def test_the_worker_sees_what_this_process_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: Any
+) -> None:
+    """Also from another directory, in which a file has the name of a module of the standard
+    library."""
     (tmp_path / "signal.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])

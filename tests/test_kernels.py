@@ -1,4 +1,5 @@
-"""Opaque kernels: what of a `pallas_call` can be cut, and that cut it gives the same numbers on eight devices."""
+"""Opaque kernels: what of a `pallas_call` can be cut, and that cut it gives the same numbers on
+eight devices."""
 
 from __future__ import annotations
 
@@ -26,11 +27,22 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def call(
-    kernel: Callable[..., None], grid: Any, blocks: list[pl.BlockSpec], out: Any, shape: tuple[int, ...], **options: Any
+    kernel: Callable[..., None],
+    grid: Any,
+    blocks: list[pl.BlockSpec],
+    out: Any,
+    shape: tuple[int, ...],
+    **options: Any,
 ) -> Any:
     result = jax.ShapeDtypeStruct(shape, np.float32)
     return pl.pallas_call(
-        kernel, grid=grid, in_specs=blocks, out_specs=out, out_shape=result, interpret=True, **options
+        kernel,
+        grid=grid,
+        in_specs=blocks,
+        out_specs=out,
+        out_shape=result,
+        interpret=True,
+        **options,
     )
 
 
@@ -56,7 +68,9 @@ X = floats(8, 16)
 TILE = row(2, 8)
 
 
-def one(index_map: Any, out_map: Any, kernel: Any = double, grid: Any = (4, 2), **options: Any) -> Any:
+def one(
+    index_map: Any, out_map: Any, kernel: Any = double, grid: Any = (4, 2), **options: Any
+) -> Any:
     return call(kernel, grid, [TILE(index_map)], TILE(out_map), (8, 16), **options)
 
 
@@ -111,7 +125,10 @@ def test_an_axis_whose_position_the_kernel_asks_for_is_whole() -> None:
     [
         (lambda i, j: (3 - i, j), [(1, 2, {0: 1}, {0: 1})]),
         (lambda i, j: ((i + 1) % 4, j), [(1, 2, {0: 1}, {0: 1})]),
-        (lambda i, j: (i * i % 4, j), [(0, 2, {}, {0: 0}), (1, 2, {0: 1}, {0: 1})]),  # blocks 0 and 1 in both halves
+        (
+            lambda i, j: (i * i % 4, j),
+            [(0, 2, {}, {0: 0}), (1, 2, {0: 1}, {0: 1})],
+        ),  # blocks 0 and 1 in both halves
         (lambda i, j: (i, (i + j) % 2), [(0, 2, {0: 0}, {0: 0})]),
     ],
     ids=["reversed", "rolled", "squared", "skewed"],
@@ -120,7 +137,9 @@ def test_blocks_that_do_not_move_evenly_are_not_cut(index_map: Any, expected: Lo
     fn = one(index_map, lambda i, j: (i, j))
     assert loops_of(fn, X) == expected
     names = autoshard.apply(fn, (X,), mesh_of(a=2, b=2), []).layout.problem.roles.roles
-    plan = autoshard.apply(fn, (X,), mesh_of(a=2, b=2), [(role.name, axis) for role in names for axis in "ab"])
+    plan = autoshard.apply(
+        fn, (X,), mesh_of(a=2, b=2), [(role.name, axis) for role in names for axis in "ab"]
+    )
     np.testing.assert_allclose(plan(X), jax.jit(fn)(X))
 
 
@@ -135,7 +154,9 @@ def test_blocks_that_do_not_divide_are_whole() -> None:
 
 
 @pytest.mark.parametrize(("semantics", "axes"), [(None, []), (("parallel", "arbitrary"), [0])])
-def test_scratch_memory_may_carry_unless_the_axis_is_declared_parallel(semantics: Any, axes: list[int]) -> None:
+def test_scratch_memory_may_carry_unless_the_axis_is_declared_parallel(
+    semantics: Any, axes: list[int]
+) -> None:
     def kernel(x: Any, out: Any, scratch: Any) -> None:
         scratch[...] = x[...]
         out[...] = scratch[...]
@@ -157,7 +178,9 @@ def test_prefetched_data_may_choose_blocks_along_other_axes_only() -> None:
         in_specs=[TILE(lambda i, j, order: (i, order[j]))],
         out_specs=TILE(lambda i, j, order: (i, j)),
     )
-    fn = pl.pallas_call(kernel, grid_spec=spec, out_shape=jax.ShapeDtypeStruct((8, 16), np.float32), interpret=True)
+    fn = pl.pallas_call(
+        kernel, grid_spec=spec, out_shape=jax.ShapeDtypeStruct((8, 16), np.float32), interpret=True
+    )
     order = np.array([1, 0], np.int32)
     assert loops_of(fn, order, X) == [(0, 4, {1: 0}, {0: 0})]
     same(fn, (order, X), ["1.0->a"])
@@ -170,10 +193,12 @@ def test_an_operand_that_becomes_the_result_must_move_alike() -> None:
     assert loops_of(fn, X) == []
 
 
-# By pieces, on eight devices ----------------------------------------------------------------------------------------
+# By pieces, on eight devices ----------------------------------------------------------------------
 
 
-def same(fn: Any, args: tuple[Any, ...], rules: list[str], mesh: Mesh | None = None) -> autoshard.Plan:
+def same(
+    fn: Any, args: tuple[Any, ...], rules: list[str], mesh: Mesh | None = None
+) -> autoshard.Plan:
     """Applies a layout in which the kernel is cut, and compares with the plain function."""
     plan = autoshard.apply(fn, args, mesh_of(a=4, b=2) if mesh is None else mesh, rules)
     assert any("shard_map" in c.place and c.spec != P() for c in plan.constraints)
@@ -194,7 +219,9 @@ def grouped(q: Any, k: Any, v: Any) -> Any:
     """Attention with fewer heads of keys than of queries, the queries in two blocks."""
     tile, keys = row(None, None, TIME // 2, SIZE), row(None, None, TIME, SIZE)
     blocks = [tile(lambda b, h, t: (b, h, t, 0)), *[keys(lambda b, h, t: (b, h // 2, 0, 0))] * 2]
-    return call(attend, (BATCH, HEADS, 2), blocks, tile(lambda b, h, t: (b, h, t, 0)), q.shape)(q, k, v)
+    return call(attend, (BATCH, HEADS, 2), blocks, tile(lambda b, h, t: (b, h, t, 0)), q.shape)(
+        q, k, v
+    )
 
 
 def flattened(q: Any, k: Any, v: Any) -> Any:
@@ -204,10 +231,15 @@ def flattened(q: Any, k: Any, v: Any) -> Any:
         tile(lambda i: (i // HEADS, i % HEADS, 0, 0)),
         *[tile(lambda i: (i // HEADS, i % HEADS // 2, 0, 0))] * 2,
     ]
-    return call(attend, (BATCH * HEADS,), blocks, tile(lambda i: (i // HEADS, i % HEADS, 0, 0)), q.shape)(q, k, v)
+    return call(
+        attend, (BATCH * HEADS,), blocks, tile(lambda i: (i // HEADS, i % HEADS, 0, 0)), q.shape
+    )(q, k, v)
 
 
-QKV = floats(BATCH, HEADS, TIME, SIZE), *(floats(BATCH, KV_HEADS, TIME, SIZE, seed=i) for i in (1, 2))
+QKV = (
+    floats(BATCH, HEADS, TIME, SIZE),
+    *(floats(BATCH, KV_HEADS, TIME, SIZE, seed=i) for i in (1, 2)),
+)
 
 
 def test_attention_is_cut_by_batch_and_by_heads_of_both_sizes() -> None:
@@ -232,7 +264,12 @@ def test_more_devices_than_heads_leave_heads_whole() -> None:
 
 def test_on_an_explicit_mesh() -> None:
     devices = np.array(jax.devices()).reshape(4, 2)
-    same(grouped, QKV, ["q.0->a", "q.1->b"], Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2))
+    same(
+        grouped,
+        QKV,
+        ["q.0->a", "q.1->b"],
+        Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2),
+    )
 
 
 @jax.custom_vjp
@@ -245,7 +282,9 @@ def forward(x: Any, w: Any) -> Any:
         out[...] = jnp.tanh(x[...] @ w[...])
 
     blocks = [row(4, 16)(lambda i, j: (i, 0)), row(16, 8)(lambda i, j: (0, j))]
-    out = call(kernel, (x.shape[0] // 4, 2), blocks, row(4, 8)(lambda i, j: (i, j)), (x.shape[0], 16))(x, w)
+    out = call(
+        kernel, (x.shape[0] // 4, 2), blocks, row(4, 8)(lambda i, j: (i, j)), (x.shape[0], 16)
+    )(x, w)
     return out, (x, w, out)
 
 
@@ -276,13 +315,17 @@ def test_a_train_step_through_kernels_is_searched_verified_and_cut() -> None:
     assert plan.verified
     cut = [c for c in plan.constraints if "shard_map" in c.place]
     assert {c.primitive for c in cut} == {"pallas_call"}
-    assert sum("runs in a shard_map" in note or "shard_map where" in note for note in plan.notes) == 2
+    assert (
+        sum("runs in a shard_map" in note or "shard_map where" in note for note in plan.notes) == 2
+    )
     assert not any(note.startswith("WARNING") for note in plan.notes)
 
 
 def test_the_gradient_of_the_plans_own_function_keeps_the_custom_rule() -> None:
     args = floats(16, 16), floats(64, 16)
-    plan = autoshard.apply(lambda w, x: squash(x, w).sum(), args, mesh_of(a=4, b=2), ["x.0->a", "w.1->b"])
+    plan = autoshard.apply(
+        lambda w, x: squash(x, w).sum(), args, mesh_of(a=4, b=2), ["x.0->a", "w.1->b"]
+    )
     assert any("shard_map" in c.place for c in plan.constraints)
     want = jax.jit(jax.grad(lambda w, x: squash(x, w).sum()))(*args)
     np.testing.assert_allclose(jax.jit(jax.grad(plan.fn))(*args), want, rtol=1e-5, atol=1e-5)
@@ -303,11 +346,13 @@ def test_a_foreign_function_is_cut_where_running_it_shows_that_it_can_be() -> No
     assert any("running it on small arrays shows" in note for note in plan.notes)
 
 
-# cuDNN attention ----------------------------------------------------------------------------------------------------
+# cuDNN attention ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4])
-def test_fused_attention_is_split_by_batch_and_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_attention_is_split_by_batch_and_heads(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
@@ -318,7 +363,9 @@ def test_fused_attention_is_split_by_batch_and_heads(kv_heads: int, monkeypatch:
 
     q = jax.ShapeDtypeStruct((8, 256, 8, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((8, 256, kv_heads, 64), jnp.bfloat16)
-    plan = autoshard.apply(jax.grad(loss, (0, 1, 2)), (q, k, k), mesh_of(a=4, b=2), ["q.0->a", "q.2->b"])
+    plan = autoshard.apply(
+        jax.grad(loss, (0, 1, 2)), (q, k, k), mesh_of(a=4, b=2), ["q.0->a", "q.2->b"]
+    )
     stated = [c for c in plan.constraints if "attention" in c.primitive]
     assert {c.primitive.removesuffix("_wrapper")[-3:] for c in stated} == {"fwd", "bwd"}
     assert {c.spec for c in stated if len(c.shape) == 4} == {P("a", None, "b")}

@@ -29,12 +29,16 @@ def decoder() -> Prepared:
 
 
 def specs_of(made: Prepared, *rules: str) -> dict[str, Spec]:
-    return dict(zip(made.traced.program.input_paths, layout_of(made, *rules).input_specs(), strict=True))
+    return dict(
+        zip(made.traced.program.input_paths, layout_of(made, *rules).input_specs(), strict=True)
+    )
 
 
 # Rules as text
 
-names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_./\[\]'#]{0,8}", fullmatch=True).filter(lambda n: "->" not in n)
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_./\[\]'#]{0,8}", fullmatch=True).filter(
+    lambda n: "->" not in n
+)
 mesh_axis_names = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 wheres = st.one_of(
     st.sampled_from(["everywhere", "optimizer"]),
@@ -48,7 +52,9 @@ def test_a_rule_is_read_as_it_is_printed(rule: AxisRule) -> None:
     assert AxisRule.parse(str(rule)) == rule
 
 
-@pytest.mark.parametrize("text", ["", "wq.1", "->data", "wq.1->", "wq.1->data (optimizer", "wq.1->data @middle"])
+@pytest.mark.parametrize(
+    "text", ["", "wq.1", "->data", "wq.1->", "wq.1->data (optimizer", "wq.1->data @middle"]
+)
 def test_text_that_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(RuleError, match=r"no axis rule. Write 'role->mesh axis'"):
         AxisRule.parse(text)
@@ -66,7 +72,9 @@ def test_text_that_is_no_rule_is_refused(text: str) -> None:
         (AxisRule("emb.0", "model", where="with nobody"), r"role 'nobody'"),
     ],
 )
-def test_a_rule_that_names_nothing_is_refused(decoder: Prepared, rule: AxisRule, words: str) -> None:
+def test_a_rule_that_names_nothing_is_refused(
+    decoder: Prepared, rule: AxisRule, words: str
+) -> None:
     with pytest.raises(RuleError, match=words):
         Layout(decoder.problem, (rule,))
 
@@ -124,7 +132,9 @@ def test_equal_keys_are_equal_layouts_and_nothing_else(
 
 
 @given(rules=rule_lists())
-def test_rules_that_change_nothing_do_not_change_the_key(decoder: Prepared, rules: tuple[str, ...]) -> None:
+def test_rules_that_change_nothing_do_not_change_the_key(
+    decoder: Prepared, rules: tuple[str, ...]
+) -> None:
     same = (*rules, *rules, "emb.0->one")
     assert layout_of(decoder, *rules).key() == layout_of(decoder, *same).key()
 
@@ -161,10 +171,14 @@ def test_with_and_without_another_role(decoder: Prepared) -> None:
 
 
 def conflict() -> Prepared:
-    return prepared(lambda x: jnp.einsum("qk,sk->qs", x, x), (array(8, 4),), mesh_of(data=4, model=2))
+    return prepared(
+        lambda x: jnp.einsum("qk,sk->qs", x, x), (array(8, 4),), mesh_of(data=4, model=2)
+    )
 
 
-@pytest.mark.parametrize(("occurrence", "spec"), [("first", (("data",), ())), ("last", ((), ("data",)))])
+@pytest.mark.parametrize(
+    ("occurrence", "spec"), [("first", (("data",), ())), ("last", ((), ("data",)))]
+)
 def test_a_conflict_takes_the_occurrence_it_says(occurrence: str, spec: Spec) -> None:
     made = conflict()
     (layout,) = (Layout(made.problem, (AxisRule("x.0", "data", occurrence),)),)  # type: ignore[arg-type]
@@ -174,7 +188,9 @@ def test_a_conflict_takes_the_occurrence_it_says(occurrence: str, spec: Spec) ->
 
 def test_the_second_rule_of_a_conflict_goes_to_the_other_occurrence_if_it_says_so() -> None:
     made = conflict()
-    assert layout_of(made, "x.0->data", "x.0->model @last").output_specs() == ((("data",), ("model",)),)
+    assert layout_of(made, "x.0->data", "x.0->model @last").output_specs() == (
+        (("data",), ("model",)),
+    )
 
 
 # Open dimensions
@@ -193,7 +209,9 @@ def test_where_a_mesh_axis_fits_nowhere_the_rest_is_open() -> None:
     assert fit.open_dims == {1, 2, 3}
     partition_spec = to_partition_spec(fit.spec, fit.open_dims)
     assert partition_spec == P("data", P.UNCONSTRAINED, P.UNCONSTRAINED, P.UNCONSTRAINED)
-    assert layout.output_specs() == (fit.spec,), "arguments and outputs are replicated there, jit takes no open specs"
+    assert layout.output_specs() == (fit.spec,), (
+        "arguments and outputs are replicated there, jit takes no open specs"
+    )
 
 
 def test_where_another_rule_takes_the_mesh_axis_nothing_is_open() -> None:
@@ -208,13 +226,18 @@ def test_where_another_rule_takes_the_mesh_axis_nothing_is_open() -> None:
 
 def test_a_pin_decides_whatever_the_rules_say() -> None:
     made = prepared(
-        lambda w, x: x @ w, (array(8, 4), array(16, 8)), mesh_of(data=4, model=2), pins={"w": P("model", None)}
+        lambda w, x: x @ w,
+        (array(8, 4), array(16, 8)),
+        mesh_of(data=4, model=2),
+        pins={"w": P("model", None)},
     )
     layout = layout_of(made, "x.0->data", "w.0->data")
     assert layout.input_specs() == ((("model",), ()), (("data",), ()))
 
 
-specs = st.lists(st.sampled_from([(), ("data",), ("model",), ("data", "model")]), max_size=4).map(tuple)
+specs = st.lists(st.sampled_from([(), ("data",), ("model",), ("data", "model")]), max_size=4).map(
+    tuple
+)
 
 
 @given(specs)

@@ -1,4 +1,5 @@
-"""The clock: interleaving, dropping, stopping and intervals. Time is made here, so nothing depends on the machine."""
+"""The clock: interleaving, dropping, stopping and intervals. Time is made here, so nothing depends
+on the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_a_candidate_against_itself_is_one(a: list[float]) -> None:
 
 
 @given(seconds, seconds)
-def test_the_ratio_is_that_of_the_medians_of_the_rounds_both_ran(a: list[float], b: list[float]) -> None:
+def test_the_ratio_is_that_of_the_medians_of_the_rounds_both_ran(
+    a: list[float], b: list[float]
+) -> None:
     n = min(len(a), len(b))
     found = ratio_interval(a, b)
     assert found.ratio == pytest.approx(np.median(a[:n]) / np.median(b[:n]))
@@ -105,7 +108,9 @@ def test_candidates_take_turns_after_warming_up(clock: Clock) -> None:
     timed = "".join(clock.log[3 * WARM_UP :])
     assert timed == "abc" * (len(timed) // 3)
     assert {n: round(m.median_s, 6) for n, m in found.items()} == {"a": 1.0, "b": 1.1, "c": 1.2}
-    assert all(m.rounds == len(m.seconds) == MIN_ROUNDS for m in found.values()), "the order was clear"
+    assert all(m.rounds == len(m.seconds) == MIN_ROUNDS for m in found.values()), (
+        "the order was clear"
+    )
 
 
 def test_an_unclear_order_is_measured_to_the_end(clock: Clock) -> None:
@@ -115,11 +120,15 @@ def test_an_unclear_order_is_measured_to_the_end(clock: Clock) -> None:
 
 def test_out_of_time_means_no_more_than_the_fewest_rounds(clock: Clock) -> None:
     candidates = {n: clock.candidate(n, constant(1.0)) for n in "ab"}
-    assert {m.rounds for m in measure(candidates, Inputs(), (), late=lambda: True).values()} == {MIN_ROUNDS}
+    assert {m.rounds for m in measure(candidates, Inputs(), (), late=lambda: True).values()} == {
+        MIN_ROUNDS
+    }
 
 
 def test_the_hopeless_are_dropped_early(clock: Clock) -> None:
-    candidates = {n: clock.candidate(n, constant(t)) for n, t in {"a": 1.0, "slow": 9.0, "near": 1.9}.items()}
+    candidates = {
+        n: clock.candidate(n, constant(t)) for n, t in {"a": 1.0, "slow": 9.0, "near": 1.9}.items()
+    }
     found = measure(candidates, Inputs(), ())
     assert found["slow"].rounds == 2
     assert found["near"].rounds == found["a"].rounds == MIN_ROUNDS
@@ -158,7 +167,9 @@ def test_a_candidate_that_does_not_run_is_named(clock: Clock) -> None:
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory\nmore")
 
     broken = SimpleNamespace(executable=fails, built=SimpleNamespace(in_shardings=("b",)))
-    with pytest.raises(RunError, match=r"^b: MemoryError: RESOURCE_EXHAUSTED: out of memory$") as error:
+    with pytest.raises(
+        RunError, match=r"^b: MemoryError: RESOURCE_EXHAUSTED: out of memory$"
+    ) as error:
         measure({"a": clock.candidate("a", constant(1.0)), "b": broken}, Inputs(), ())
     assert error.value.name == "b"
 
@@ -166,6 +177,8 @@ def test_a_candidate_that_does_not_run_is_named(clock: Clock) -> None:
 def test_medians_are_told_round_by_round(clock: Clock) -> None:
     told: list[tuple[int, float]] = []
     candidates = {"a": clock.candidate("a", lambda n: float(n - WARM_UP))}
-    found = measure(candidates, Inputs(), (), on_round=lambda n, medians: told.append((n, medians["a"])))
+    found = measure(
+        candidates, Inputs(), (), on_round=lambda n, medians: told.append((n, medians["a"]))
+    )
     assert told[:3] == [(1, 1.0), (2, 1.5), (3, 2.0)]
     assert found["a"].median_s == told[-1][1]

@@ -24,16 +24,21 @@ def test_a_mesh_string_is_read_in_order(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "data", "data:4", "data=4,", "data=0", "data=-1", "data=4,data=2", "4=data", "data=4.0"]
+    "text",
+    ["", "data", "data:4", "data=4,", "data=0", "data=-1", "data=4,data=2", "4=data", "data=4.0"],
 )
 def test_a_string_that_is_no_mesh_is_refused(text: str) -> None:
-    with pytest.raises(MeshError, match=r"Write distinct names with sizes >= 1, such as 'data=4,model=2'"):
+    with pytest.raises(
+        MeshError, match=r"Write distinct names with sizes >= 1, such as 'data=4,model=2'"
+    ):
         parse_axes(text)
 
 
 @pytest.mark.parametrize(("text", "need"), [("data=3", 3), ("data=4,model=4", 16), ("data=4", 4)])
 def test_the_wrong_number_of_devices_is_refused_with_both_numbers(text: str, need: int) -> None:
-    with pytest.raises(MeshError, match=rf"needs {need} devices, but this process has 8 cpu.*product is 8.*{need}"):
+    with pytest.raises(
+        MeshError, match=rf"needs {need} devices, but this process has 8 cpu.*product is 8.*{need}"
+    ):
         resolve_mesh(text)
 
 

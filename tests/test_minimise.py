@@ -1,4 +1,5 @@
-"""The fewest annotations: found, pasted into the model's source by program, and compiled without the tool."""
+"""The fewest annotations: found, pasted into the model's source by program, and compiled without
+the tool."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def site(text: str, part: str) -> Site:
 
 def test_pasting_nests_and_counts_bytes() -> None:
     text = "y = f(\u00fc, a @ b)\n"
-    wanted = [(site(text, "a @ b"), P("x")), (site(text, "a @ b"), P()), (site(text, "a"), P(("x", "y"), None))]
+    wanted = [
+        (site(text, "a @ b"), P("x")),
+        (site(text, "a @ b"), P()),
+        (site(text, "a"), P(("x", "y"), None)),
+    ]
     assert paste(text, wanted).splitlines()[-1] == (
         "y = f(\u00fc, with_sharding_constraint(with_sharding_constraint("
         "with_sharding_constraint(a, P(('x', 'y'), None)) @ b, P('x')), P()))"
@@ -71,7 +76,9 @@ def test_pasted_text_gets_its_imports_once_and_after_those_of_the_file() -> None
 
 
 def demo() -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
-    config = transformer.Config(layers=2, d_model=64, heads=4, d_ff=128, length=32, batch=16, vocabulary=64)
+    config = transformer.Config(
+        layers=2, d_model=64, heads=4, d_ff=128, length=32, batch=16, vocabulary=64
+    )
     params = transformer.init_params(jax.random.key(0), config)
     tokens = np.zeros((config.batch, config.length + 1), np.int32)
     return transformer.train_step, (params, transformer.OPTIMIZER.init(params), tokens), (0, 1)
@@ -116,7 +123,9 @@ def test_a_mixture_of_experts_needs_two_of_hundreds(mesh_4x2: Mesh, tmp_path: Pa
 
 def convolved_and_rolled(w: Array, x: Array) -> Array:
     def loss(w: Array) -> Array:
-        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         return (jnp.concatenate([y[:, 1:], y[:, :1]], 1) * y).sum()
 
     return jax.grad(loss)(w)
@@ -132,7 +141,9 @@ def test_statements_say_all_that_the_plan_states(mesh_4x2: Mesh) -> None:
 
 
 def test_a_plan_of_arguments_only_needs_nothing(mesh_4x2: Mesh) -> None:
-    plan = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", constraints="arguments")
+    plan = autoshard.apply(
+        models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", constraints="arguments"
+    )
     assert minimal_constraints(plan) == ()
 
 

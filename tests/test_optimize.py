@@ -27,13 +27,20 @@ def close(a: Any, b: Any, tolerance: float = 2e-5) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
 
 
 @pytest.fixture(scope="module")
 def plan(mesh: Mesh) -> autoshard.Plan:
     return autoshard.optimize(
-        decoder_step, decoder_args(), mesh, donate_argnums=(0, 1), effort=Effort(compiled=6, measured=3), progress=False
+        decoder_step,
+        decoder_args(),
+        mesh,
+        donate_argnums=(0, 1),
+        effort=Effort(compiled=6, measured=3),
+        progress=False,
     )
 
 
@@ -54,9 +61,20 @@ def test_the_plan_is_verified_and_measured_and_says_so(plan: autoshard.Plan) -> 
 def test_every_preset_is_a_candidate_or_skipped_with_a_reason(plan: autoshard.Plan) -> None:
     named = {t.origin.removeprefix("preset:") for t in plan.trials if t.origin.startswith("preset")}
     skipped = {s.name: s.reason for s in plan.skipped}
-    assert named | set(skipped) == {"replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence"}
+    assert named | set(skipped) == {
+        "replicated",
+        "dp",
+        "zero1",
+        "fsdp",
+        "tp",
+        "fsdp+tp",
+        "tp+sequence",
+    }
     assert all(skipped.values())
-    assert {t.constraints for t in plan.trials if t.name.startswith("fsdp")} == {"anchors", "arguments"}
+    assert {t.constraints for t in plan.trials if t.name.startswith("fsdp")} == {
+        "anchors",
+        "arguments",
+    }
 
 
 def test_a_layout_is_never_a_candidate_twice(plan: autoshard.Plan) -> None:
@@ -119,7 +137,9 @@ def test_donation_holds(plan: autoshard.Plan) -> None:
 def test_the_persons_arrays_survive_the_search(mesh: Mesh) -> None:
     params, x, y = jax.tree.map(jnp.asarray, mlp_args())
     before = jax.tree.map(np.asarray, params)
-    autoshard.optimize(mlp_step, (params, x, y), mesh, donate_argnums=0, effort=Effort(2, 2), progress=False)
+    autoshard.optimize(
+        mlp_step, (params, x, y), mesh, donate_argnums=0, effort=Effort(2, 2), progress=False
+    )
     close(params, before, 0.0)
 
 
@@ -127,7 +147,9 @@ def test_fn_has_the_constraints_and_is_differentiable_and_vmappable(mesh: Mesh) 
     params, moment, tokens = decoder_args()
     plan = autoshard.apply(decoder_step, decoder_args(), mesh, "fsdp+tp")
     assert plan.constraints
-    assert all(c.source.startswith("models.py:") for c in plan.constraints if c.primitive == "dot_general")
+    assert all(
+        c.source.startswith("models.py:") for c in plan.constraints if c.primitive == "dot_general"
+    )
     grads = jax.grad(lambda p: plan.fn(p, moment, tokens)[2])(params)
     expected = jax.grad(lambda p: decoder_step(p, moment, tokens)[2])(params)
     close(grads, expected, 1e-4)
@@ -160,14 +182,18 @@ def test_another_batch_size_gives_the_right_numbers_without_a_search(
 
 def test_abstract_arguments_need_no_array(mesh: Mesh) -> None:
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), decoder_args())
-    found = autoshard.optimize(decoder_step, args, mesh, donate_argnums=(0, 1), effort=Effort(2, 2), progress=False)
+    found = autoshard.optimize(
+        decoder_step, args, mesh, donate_argnums=(0, 1), effort=Effort(2, 2), progress=False
+    )
     assert found.verified
     params, moment, tokens = decoder_args()
     close(found(params, moment, tokens)[2], decoder_step(params, moment, tokens)[2])
 
 
 def test_no_effort_returns_the_best_predicted_plan_and_says_it_is_not_verified(mesh: Mesh) -> None:
-    found = autoshard.optimize(mlp_step, mlp_args(), mesh, effort=Effort(compiled=0, measured=0), progress=False)
+    found = autoshard.optimize(
+        mlp_step, mlp_args(), mesh, effort=Effort(compiled=0, measured=0), progress=False
+    )
     assert not found.verified
     assert "compiled=0" in found.verified.reason
     assert all(t.compiled is None for t in found.trials)
@@ -193,7 +219,9 @@ def test_explicit_axes_give_the_same_rules_and_explicit_arrays(mesh: Mesh) -> No
         out = plan(plan.place(0, params), plan.place(1, moment), tokens)
         close(out, expected)
         assert jax.typeof(out[0]["w1"]).sharding.mesh.axis_types == (AxisType.Explicit,) * 2
-        added = out[0]["w1"] + plan.place(0, params)["w1"]  # mixes with Explicit arrays of the same mesh
+        added = (
+            out[0]["w1"] + plan.place(0, params)["w1"]
+        )  # mixes with Explicit arrays of the same mesh
         close(added, expected[0]["w1"] + params["w1"])
         return out
 
@@ -204,14 +232,20 @@ def test_explicit_axes_give_the_same_rules_and_explicit_arrays(mesh: Mesh) -> No
     assert inside.rules == plan.rules
 
 
-# A memory budget ----------------------------------------------------------------------------------------------------
+# A memory budget ----------------------------------------------------------------------------------
 
 
 def test_a_budget_just_under_data_parallelism_changes_the_answer(mesh: Mesh) -> None:
     dp = autoshard.apply(mlp_step, mlp_args(batch=64), mesh, "dp", donate_argnums=0)
     budget = dp.compile().evidence.peak_bytes - 1
     found = autoshard.optimize(
-        mlp_step, mlp_args(batch=64), mesh, donate_argnums=0, memory_budget_bytes=budget, effort=QUICK, progress=False
+        mlp_step,
+        mlp_args(batch=64),
+        mesh,
+        donate_argnums=0,
+        memory_budget_bytes=budget,
+        effort=QUICK,
+        progress=False,
     )
     winner = next(t for t in found.trials if t.status == "winner")
     assert winner.compiled.peak_bytes <= budget
@@ -223,14 +257,19 @@ def test_below_anything_possible_says_so_with_numbers_after_compiling(mesh: Mesh
         autoshard.optimize(
             mlp_step, mlp_args(), mesh, memory_budget_bytes="1KiB", effort=QUICK, progress=False
         )  # fmt: skip
-    assert re.search(r"budget of 1\.00 KiB .* smallest predicted\s+peak is .* smallest compiled peak", str(error.value))
+    assert re.search(
+        r"budget of 1\.00 KiB .* smallest predicted\s+peak is .* smallest compiled peak",
+        str(error.value),
+    )
     assert "memory_budget_bytes" in str(error.value)
 
 
-# Layouts that are known ---------------------------------------------------------------------------------------------
+# Layouts that are known ---------------------------------------------------------------------------
 
 
-def test_apply_a_preset_rules_a_plan_and_a_table_without_a_search(mesh: Mesh, tmp_path: Any) -> None:
+def test_apply_a_preset_rules_a_plan_and_a_table_without_a_search(
+    mesh: Mesh, tmp_path: Any
+) -> None:
     expected = mlp_step(*mlp_args())
     fsdp = autoshard.apply(mlp_step, mlp_args(), mesh, "fsdp", donate_argnums=0)
     assert not fsdp.trials
@@ -246,7 +285,9 @@ def test_apply_a_preset_rules_a_plan_and_a_table_without_a_search(mesh: Mesh, tm
 def test_fsdp_inside_moves_a_third_and_holds_half_of_fsdp_on_arguments_only(mesh: Mesh) -> None:
     args = decoder_args(batch=32, length=32, layers=4, d=128, ff=256)  # tokens per device = d_model
     inside, outside = (
-        autoshard.apply(decoder_step, args, mesh, "fsdp", donate_argnums=(0, 1), constraints=c).compile().evidence
+        autoshard.apply(decoder_step, args, mesh, "fsdp", donate_argnums=(0, 1), constraints=c)
+        .compile()
+        .evidence
         for c in ("anchors", "arguments")
     )
     assert inside.collective_bytes * 3 <= outside.collective_bytes
@@ -270,7 +311,9 @@ def test_few_key_value_heads_are_not_pinned_replicated(layout: str) -> None:
     x = jax.ShapeDtypeStruct((batch, length, d), f32)
     step = jax.grad(lambda p, x: attention(p, x).sum())
     inside, outside = (
-        autoshard.apply(step, (params, x), "data=2,model=4", layout, constraints=c).compile().evidence
+        autoshard.apply(step, (params, x), "data=2,model=4", layout, constraints=c)
+        .compile()
+        .evidence
         for c in ("anchors", "arguments")
     )
     assert inside.flops <= outside.flops
@@ -280,7 +323,9 @@ def test_pins_hold_and_feed_an_eval_step(plan: autoshard.Plan, mesh: Mesh) -> No
     from tests.models import decoder_loss
 
     params, _, tokens = decoder_args()
-    eval_plan = autoshard.optimize(decoder_loss, (params, tokens), mesh, pins=plan, effort=QUICK, progress=False)
+    eval_plan = autoshard.optimize(
+        decoder_loss, (params, tokens), mesh, pins=plan, effort=QUICK, progress=False
+    )
     for path, spec in eval_plan.specs.items():
         assert spec == plan.specs[path]
     pinned = autoshard.optimize(
@@ -291,14 +336,16 @@ def test_pins_hold_and_feed_an_eval_step(plan: autoshard.Plan, mesh: Mesh) -> No
 
 def test_the_same_seed_gives_the_same_plan(mesh: Mesh) -> None:
     tables = [
-        autoshard.optimize(mlp_step, mlp_args(), mesh, donate_argnums=0, effort=QUICK, progress=False).table
+        autoshard.optimize(
+            mlp_step, mlp_args(), mesh, donate_argnums=0, effort=QUICK, progress=False
+        ).table
         for _ in range(2)
     ]
     assert tables[0].rules == tables[1].rules
     assert tables[0].inputs == tables[1].inputs
 
 
-# Bad input ----------------------------------------------------------------------------------------------------------
+# Bad input ----------------------------------------------------------------------------------------
 
 
 def broken(x: jax.Array) -> jax.Array:
@@ -333,12 +380,19 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_a_clear_error(what: str) -> None:
     changed, kind, words = BAD[what]
-    arguments = {"fn": mlp_step, "example_args": mlp_args(), "mesh": "data=4,model=2", "progress": False} | changed
+    arguments = {
+        "fn": mlp_step,
+        "example_args": mlp_args(),
+        "mesh": "data=4,model=2",
+        "progress": False,
+    } | changed
     with pytest.raises(kind, match=re.compile(words, re.DOTALL)):
         autoshard.optimize(**arguments)
 
 
-def test_a_table_of_other_mesh_axes_or_another_function_is_refused(plan: autoshard.Plan, mesh: Mesh) -> None:
+def test_a_table_of_other_mesh_axes_or_another_function_is_refused(
+    plan: autoshard.Plan, mesh: Mesh
+) -> None:
     table = plan.table
     with pytest.raises(autoshard.TableError, match=r"'data': 4.*'x': 2.*without 'data'"):
         autoshard.apply(decoder_step, decoder_args(), "x=2,model=4", table)
@@ -359,8 +413,13 @@ def test_odd_names_survive_the_table(tmp_path: Any) -> None:
     def fn(p: Any, x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ p["my w (a)->b@"]) @ p["down"]
 
-    args = ({"my w (a)->b@": np.ones((16, 32), np.float32), "down": np.ones((32, 16), np.float32)}, np.ones((8, 16)))
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("my data", "model"), axis_types=(AxisType.Auto,) * 2)
+    args = (
+        {"my w (a)->b@": np.ones((16, 32), np.float32), "down": np.ones((32, 16), np.float32)},
+        np.ones((8, 16)),
+    )
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("my data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
     plan = autoshard.apply(fn, args, mesh, "fsdp+tp")
     plan.table.save(tmp_path / "odd.json")
     assert autoshard.apply(fn, args, mesh, tmp_path / "odd.json").specs == plan.specs

@@ -50,9 +50,17 @@ def test_canonical_form(spec: P, canonical: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "shape", "words"),
     [
-        (P("data", "model"), (512, 1031), r"w is float32\[512, 1031\].*dimension 1 \(size 1031\).*'model' \(size 2\)"),
+        (
+            P("data", "model"),
+            (512, 1031),
+            r"w is float32\[512, 1031\].*dimension 1 \(size 1031\).*'model' \(size 2\)",
+        ),
         (P("data", "model"), (512, 1031), r"Pad dimension 1 to 1032, or use P.*\('data'"),
-        (P(("data", "model")), (12, 3), r"dimension 0 \(size 12\) over mesh axes \('data', 'model'\) \(size 8\)"),
+        (
+            P(("data", "model")),
+            (12, 3),
+            r"dimension 0 \(size 12\) over mesh axes \('data', 'model'\) \(size 8\)",
+        ),
         (P("date"), (8, 8), r"mesh axis 'date'; the mesh has .*Use data"),
         (P("data", "data"), (8, 8), r"uses mesh axis 'data' twice"),
         (P(None, None, "data"), (8, 8), r"3 entries for 2 dimensions. Use at most 2"),
@@ -116,7 +124,11 @@ def test_patterns_match_anywhere_and_exact_paths_win() -> None:
     ("pins", "error", "words"),
     [
         ({"params/w3": P()}, PathError, r"'params/w3'.*Nearest: params/w"),
-        ({re.compile("attention"): P()}, PathError, r"'attention', which matches none of the 5 argument leaves"),
+        (
+            {re.compile("attention"): P()},
+            PathError,
+            r"'attention', which matches none of the 5 argument leaves",
+        ),
         ({"params/b1": P(None, "data")}, SpecError, r"params/b1 is float32\[64\].*2 entries for 1"),
         ({0: P()}, ArgumentError, r"keys are leaf paths"),
         ({"x": "data"}, ArgumentError, r"values jax.sharding.PartitionSpec"),
@@ -146,7 +158,9 @@ def test_constraints_for_another_mesh_say_nothing_here() -> None:
 def test_pins_of_a_table_apply_to_the_leaves_both_have() -> None:
     import autoshard
 
-    table = autoshard.apply(decoder_step, decoder_args(), mesh_of(**MESH), "fsdp", donate_argnums=(0, 1)).table
+    table = autoshard.apply(
+        decoder_step, decoder_args(), mesh_of(**MESH), "fsdp", donate_argnums=(0, 1)
+    ).table
 
     def evaluate(params: Any, tokens: jax.Array) -> jax.Array:
         return params["emb"][tokens].sum()
@@ -161,11 +175,21 @@ def test_pins_of_a_table_apply_to_the_leaves_both_have() -> None:
 
 @pytest.mark.parametrize("free", [P.UNCONSTRAINED, None, "data", "model", ("data", "model")])
 def test_a_dimension_is_split_only_over_what_it_may(free: Any) -> None:
-    made = prepared(mlp_step, mlp_args(), mesh_of(data=4, model=2), pins={re.compile("w1"): Only(free, "data")})
+    made = prepared(
+        mlp_step, mlp_args(), mesh_of(data=4, model=2), pins={re.compile("w1"): Only(free, "data")}
+    )
     program, rng = made.traced.program, random.Random(0)
     leaf = program.body.inputs[program.input_paths.index("params/w1")]
-    pairs = [AxisRule(role.name, axis) for role in made.problem.roles.roles for axis in ("data", "model")]
-    allowed = {"data", "model"} if free is P.UNCONSTRAINED else {free} - {None} if not isinstance(free, tuple) else free
+    pairs = [
+        AxisRule(role.name, axis) for role in made.problem.roles.roles for axis in ("data", "model")
+    ]
+    allowed = (
+        {"data", "model"}
+        if free is P.UNCONSTRAINED
+        else {free} - {None}
+        if not isinstance(free, tuple)
+        else free
+    )
     seen: set[str] = set()
     for _ in range(100):
         spec = Layout(made.problem, tuple(rng.sample(pairs, 4))).fit(leaf).spec
@@ -222,8 +246,16 @@ def test_an_exact_path_wins_over_a_pattern_whatever_the_pin() -> None:
             SpecError,
             r"params/w1 is float32\[32, 64\], but Only\('date'\) names .*Use data",
         ),
-        ({"params/w1": Only(None, ("model", "nowhere"))}, SpecError, "names mesh axis 'nowhere'; the mesh has"),
-        ({"params/w1": Only(None, None, "data")}, SpecError, "3 entries for 2 dimensions. Use at most 2"),
+        (
+            {"params/w1": Only(None, ("model", "nowhere"))},
+            SpecError,
+            "names mesh axis 'nowhere'; the mesh has",
+        ),
+        (
+            {"params/w1": Only(None, None, "data")},
+            SpecError,
+            "3 entries for 2 dimensions. Use at most 2",
+        ),
         ({"params/w9": Only("data")}, PathError, "no argument leaf. Nearest: .*params/w1"),
         ({re.compile("nothing"): Only("data")}, PathError, "matches none of the"),
         ({"params/w1": ["data"]}, ArgumentError, "PartitionSpec or autoshard.Only"),

@@ -21,12 +21,29 @@ from tests.stages import array, mesh_of, prepared
 
 @pytest.fixture(scope="module")
 def decoders() -> list[Prepared]:
-    """Widths that all mesh axes, some of them, and only one by one divide; and leaves kept from some mesh axes."""
-    sizes = [{"heads": 4, "d": 64}, {"heads": 6, "d": 96}, {"heads": 2, "d": 36, "batch": 4}, {"heads": 2, "d": 36}]
-    meshes = [{"data": 4, "model": 2}, {"data": 2, "model": 2, "third": 2}, *[{"data": 2, "model": 4}] * 2]
-    pins = [None, None, None, {re.compile("w[12]"): Only(None, "data"), re.compile("wq"): Only(None, "model", None)}]
+    """Widths that all mesh axes, some of them, and only one by one divide; and leaves kept from
+    some mesh axes."""
+    sizes = [
+        {"heads": 4, "d": 64},
+        {"heads": 6, "d": 96},
+        {"heads": 2, "d": 36, "batch": 4},
+        {"heads": 2, "d": 36},
+    ]
+    meshes = [
+        {"data": 4, "model": 2},
+        {"data": 2, "model": 2, "third": 2},
+        *[{"data": 2, "model": 4}] * 2,
+    ]
+    pins = [
+        None,
+        None,
+        None,
+        {re.compile("w[12]"): Only(None, "data"), re.compile("wq"): Only(None, "model", None)},
+    ]
     return [
-        prepared(decoder_step, decoder_args(**size), mesh_of(**axes), donate_argnums=(0, 1), pins=pin)
+        prepared(
+            decoder_step, decoder_args(**size), mesh_of(**axes), donate_argnums=(0, 1), pins=pin
+        )
         for size, axes, pin in zip(sizes, meshes, pins, strict=True)
     ]
 
@@ -38,12 +55,18 @@ def rule_lists(problem: Problem) -> st.SearchStrategy[tuple[AxisRule, ...]]:
         st.builds("{} {}".format, st.sampled_from(["with", "without"]), names),
     )
     rule = st.builds(
-        AxisRule, names, st.sampled_from(list(problem.mesh_axes)), st.sampled_from(["first", "last"]), scoped
+        AxisRule,
+        names,
+        st.sampled_from(list(problem.mesh_axes)),
+        st.sampled_from(["first", "last"]),
+        scoped,
     )
     return st.lists(rule, max_size=7).map(tuple)
 
 
-def fit_of(placements: Placements, index: np.ndarray, column: int) -> tuple[dict[int, list[str]], bool]:
+def fit_of(
+    placements: Placements, index: np.ndarray, column: int
+) -> tuple[dict[int, list[str]], bool]:
     """Mesh axes of each dimension, major first, and whether the dimensions without one are open."""
     dims = [int(rows.array[n, column]) for rows, n in zip(placements.rows, index, strict=True)]
     order = placements.orders[dims.pop()]
@@ -56,7 +79,9 @@ def fit_of(placements: Placements, index: np.ndarray, column: int) -> tuple[dict
 
 @pytest.mark.parametrize("number", range(4))
 @given(data=st.data())
-def test_many_at_once_are_fitted_as_one_by_one(decoders: list[Prepared], number: int, data: st.DataObject) -> None:
+def test_many_at_once_are_fitted_as_one_by_one(
+    decoders: list[Prepared], number: int, data: st.DataObject
+) -> None:
     problem = decoders[number].problem
     placements = Placements(problem)
     batch = data.draw(st.lists(rule_lists(problem), min_size=1, max_size=5))
@@ -95,4 +120,7 @@ def test_a_pinned_value_stays_where_it_is() -> None:
     (w, x) = made.problem.program.body.inputs
     index = placements.of_rules([(AxisRule("w.0", "model"), AxisRule("x.0", "data"))])[0]
     assert fit_of(placements, index, placements.value_column(w)) == ({1: ["model"]}, False)
-    assert fit_of(placements, index, placements.value_column(x)) == ({0: ["data"], 1: ["model"]}, False)
+    assert fit_of(placements, index, placements.value_column(x)) == (
+        {0: ["data"], 1: ["model"]},
+        False,
+    )

@@ -27,7 +27,9 @@ def command(budget: str) -> list[str]:
 
 
 def test_a_log_gets_plain_lines() -> None:
-    done = subprocess.run(command("None"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, check=True, timeout=300)
+    done = subprocess.run(
+        command("None"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, check=True, timeout=300
+    )
     text = done.stderr.decode()
     lines = [line for line in text.splitlines() if line.startswith("autoshard: ")]
     assert any("compiled in" in line for line in lines)

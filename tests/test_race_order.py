@@ -1,4 +1,5 @@
-"""Which of the measured candidates wins: the clock decides; within noise the prediction, then the canonical form."""
+"""Which of the measured candidates wins: the clock decides; within noise the prediction, then the
+canonical form."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_with_equal_predictions_the_canonical_form_decides(layout: Any) -> None:
     assert winner(candidate(layout, "b", 1.0, NOISY), candidate(layout, "a", 1.0, other)) == "a"
 
 
-def compiled(layout: Any, key: str, seconds: float, rules: int, origin: str = "search") -> Candidate:
+def compiled(
+    layout: Any, key: str, seconds: float, rules: int, origin: str = "search"
+) -> Candidate:
     trial = Trial(key, origin, (), "anchors", key, predicted=Predicted(seconds, 0, 0))
     proposal: Any = SimpleNamespace(prediction=trial.predicted)
     return Candidate(replace(layout, rules=layout.rules[:rules]), proposal, trial)
@@ -60,12 +63,22 @@ def compiled(layout: Any, key: str, seconds: float, rules: int, origin: str = "s
 
 def test_of_what_compiles_as_good_as_equal_the_fewest_rules_win(layout: Any) -> None:
     found = by_compiled_time(
-        [compiled(layout, "a", 1.0, 2), compiled(layout, "b", 1.009, 1), compiled(layout, "c", 2, 0)]
+        [
+            compiled(layout, "a", 1.0, 2),
+            compiled(layout, "b", 1.009, 1),
+            compiled(layout, "c", 2, 0),
+        ]
     )
     assert [c.trial.key for c in found] == ["b", "a", "c"]
 
 
 @pytest.mark.parametrize(("preset_s", "wins"), [(1.02, "b"), (1.005, "a"), (1.0, "p")])
 def test_but_nothing_slower_than_a_preset_wins(layout: Any, preset_s: float, wins: str) -> None:
-    searched = [compiled(layout, "a", 1.0 if preset_s > 1 else 1.001, 2), compiled(layout, "b", 1.009, 1)]
-    assert by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "preset:p")])[0].trial.key == wins
+    searched = [
+        compiled(layout, "a", 1.0 if preset_s > 1 else 1.001, 2),
+        compiled(layout, "b", 1.009, 1),
+    ]
+    assert (
+        by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "preset:p")])[0].trial.key
+        == wins
+    )

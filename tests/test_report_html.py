@@ -1,4 +1,5 @@
-"""The HTML report: one file, safe, and opened in a real browser. Debian: apt-get install -y chromium."""
+"""The HTML report: one file, safe, and opened in a real browser. Debian: apt-get install -y
+chromium."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from autoshard.report_svg import mesh_svg
 from autoshard.table import Leaf, SpecTable
 from tests.models import decoder_args, decoder_step
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,9 @@ def test_it_has_all_that_people_look_for(page: str, plan: autoshard.Plan) -> Non
 
 
 def test_it_needs_no_network(page: str) -> None:
-    assert not re.search(r"https?:|//[a-z]|@import|url\(|<script [^>]*src|<link [^>]*href=\"(?!data:)", page)
+    assert not re.search(
+        r"https?:|//[a-z]|@import|url\(|<script [^>]*src|<link [^>]*href=\"(?!data:)", page
+    )
 
 
 def test_names_are_text_and_never_markup(plan: autoshard.Plan) -> None:
@@ -132,10 +137,12 @@ def test_a_notebook_shows_the_plan(plan: autoshard.Plan) -> None:
 def test_the_command_writes_the_page(plan: autoshard.Plan, tmp_path: Path) -> None:
     plan.table.save(tmp_path / "x.json")
     report(tmp_path / "x.json", tmp_path / "out" / "x.html")
-    assert (tmp_path / "out" / "x.html").read_text() == report_html(SpecTable.load(tmp_path / "x.json"))
+    assert (tmp_path / "out" / "x.html").read_text() == report_html(
+        SpecTable.load(tmp_path / "x.json")
+    )
 
 
-# In a browser ---------------------------------------------------------------------------------------------------------
+# In a browser -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +158,12 @@ def opened(page: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
             "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", *flags,
             (folder / "page.html").as_uri(),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=folder)
-        return done.stdout, "\n".join(x for x in done.stderr.splitlines() if "CONSOLE" in x or "Uncaught" in x)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True, cwd=folder
+        )
+        return done.stdout, "\n".join(
+            x for x in done.stderr.splitlines() if "CONSOLE" in x or "Uncaught" in x
+        )
 
     return run
 
@@ -163,10 +174,14 @@ def test_a_browser_has_nothing_to_complain_about(opened: Any) -> None:
     assert re.search(r'id="found">\d+ of \d+<', dom), "the page's script did not run"
 
 
-@pytest.mark.parametrize("flags", [["--window-size=1200,2400"], ["--window-size=500,2400"]], ids=["wide", "phone"])
+@pytest.mark.parametrize(
+    "flags", [["--window-size=1200,2400"], ["--window-size=500,2400"]], ids=["wide", "phone"]
+)
 def test_screenshots(opened: Any, flags: list[str], tmp_path: Path) -> None:
     for scheme, name in ((1, "light"), (0, "dark")):
         picture = tmp_path / f"{name}.png"
-        _, console = opened(*flags, f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}")
+        _, console = opened(
+            *flags, f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}"
+        )
         assert console == ""
         assert picture.stat().st_size > 20_000

@@ -1,4 +1,5 @@
-"""The order of candidates revised by evidence: hardware described ten times wrongly does not decide the race."""
+"""The order of candidates revised by evidence: hardware described ten times wrongly does not decide
+the race."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_what_the_clock_says_brings_others_forward(monkeypatch: pytest.MonkeyPat
     assert misled.measured is not None
     assert winner.measured is not None
     assert winner.measured.median_s < 0.8 * misled.measured.median_s
-    known = [t.compiled.collectives for t in trials if t.compiled is not None and t.status != "rejected"]
+    known = [
+        t.compiled.collectives for t in trials if t.compiled is not None and t.status != "rejected"
+    ]
     assert winner.measured.median_s <= 1.05 * min(seconds(TRUE, c) for c in known)
 
 

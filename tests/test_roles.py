@@ -29,7 +29,9 @@ def unrolled(layers: int) -> tuple[Any, tuple[Any, ...]]:
         for w in params["layers"]:
             h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
             q, k, v = (jnp.einsum("btd,dhk->bthk", h, w[n]) for n in ("wq", "wk", "wv"))
-            mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k)), v)
+            mixed = jnp.einsum(
+                "bhqs,bshk->bqhk", jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k)), v
+            )
             x = x + jnp.einsum("bqhk,hkd->bqd", mixed, w["wo"])
             x = x + jax.nn.gelu(x @ w["w1"]) @ w["w2"]
         return jax.nn.logsumexp(x @ params["emb"].T, -1).mean()
@@ -51,7 +53,9 @@ def named(roles: Roles) -> dict[str, tuple[str, ...]]:
     """Names of the roles of each argument leaf."""
     program = roles.axes.program
     return {
-        path: tuple("" if r == NO_AXIS else roles.roles[r].name for r in roles.of_value[value.index])
+        path: tuple(
+            "" if r == NO_AXIS else roles.roles[r].name for r in roles.of_value[value.index]
+        )
         for path, value in zip(program.input_paths, program.body.inputs, strict=True)
     }
 
@@ -85,7 +89,10 @@ def test_pairs_that_experts_split_together_share_a_role(by_depth: dict[int, Role
     assert leaves[f"{layer}/w1"] == (d_model, leaves[f"{layer}/w2"][0])
     heads = leaves[f"{layer}/wq"][1]
     assert leaves[f"{layer}/wk"][1] == leaves[f"{layer}/wv"][1] == leaves[f"{layer}/wo"][0] == heads
-    assert len({d_model, heads, leaves[f"{layer}/w1"][1], leaves["params/emb"][0], *leaves["tokens"]}) == 6
+    assert (
+        len({d_model, heads, leaves[f"{layer}/w1"][1], leaves["params/emb"][0], *leaves["tokens"]})
+        == 6
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2, 8])
@@ -93,7 +100,9 @@ def test_names_are_unique_and_readable(by_depth: dict[int, Roles], layers: int) 
     roles = by_depth[layers].roles
     names = [role.name for role in roles]
     assert len(set(names)) == len(names)
-    assert not any(set(name) & set(" ()@") or "->" in name for name in names), "a rule must be able to name it"
+    assert not any(set(name) & set(" ()@") or "->" in name for name in names), (
+        "a rule must be able to name it"
+    )
     assert {"emb.0", "emb.1", "wk.1", "w1.1", "tokens.0", "tokens.1"} <= set(names)
     assert all(role.witness for role in roles)
     assert by_depth[layers].by_name("wk.1") is roles[names.index("wk.1")]
@@ -116,8 +125,12 @@ def test_the_hidden_axes_of_a_deep_mlp_alternate() -> None:
     roles = roles_of(mlp, [array(D, D)] * 12, array(4, D))
     leaves = named(roles)
     pairs = [leaves[f"weights/{i}"] for i in range(12)]
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(pairs)), "what one layer makes the next one reads"
-    assert all(rows != columns for rows, columns in pairs), "so that a rule splits columns, then rows"
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pairs)), (
+        "what one layer makes the next one reads"
+    )
+    assert all(rows != columns for rows, columns in pairs), (
+        "so that a rule splits columns, then rows"
+    )
     middle = pairs[3:-3]  # the first and last layers see an end of the chain
     assert set(middle[::2]) == {middle[0]}
     assert set(middle[1::2]) == {middle[1]} == {middle[0][::-1]}
@@ -149,4 +162,6 @@ def test_names_are_the_same_in_every_process() -> None:
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str([r.name for r in roles_of(decoder_step, *decoder_args()).roles])
+    assert done.stdout.strip() == str(
+        [r.name for r in roles_of(decoder_step, *decoder_args()).roles]
+    )

@@ -27,10 +27,14 @@ def many(first: Any, *rest: Any, **named: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(map(np.array_equal, *map(jax.tree.leaves, (a, b))))
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        map(np.array_equal, *map(jax.tree.leaves, (a, b)))
+    )
 
 
-@pytest.mark.parametrize("options", [{"static_argnums": 2}, {"static_argnames": "mode"}, {"static_argnums": (-1,)}])
+@pytest.mark.parametrize(
+    "options", [{"static_argnums": 2}, {"static_argnames": "mode"}, {"static_argnums": (-1,)}]
+)
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_static_argument_by_number_or_name(options: dict[str, Any], by_keyword: bool) -> None:
     args: tuple[Any, ...] = ({"w": X}, X) if by_keyword else ({"w": X}, X, "eval")
@@ -86,17 +90,24 @@ def test_colliding_paths_are_written_in_full() -> None:
 
 
 keys = st.text("ab/", min_size=1, max_size=3)
-trees = st.recursive(st.just(0.0), lambda inner: st.dictionaries(keys, inner, min_size=1, max_size=3), max_leaves=8)
+trees = st.recursive(
+    st.just(0.0), lambda inner: st.dictionaries(keys, inner, min_size=1, max_size=3), max_leaves=8
+)
 
 
 @given(st.lists(trees, min_size=1, max_size=3))
 def test_paths_are_unique(arguments: list[Any]) -> None:
-    found = [(f"p{i}", path) for i, t in enumerate(arguments) for path, _ in jax.tree_util.tree_leaves_with_path(t)]
+    found = [
+        (f"p{i}", path)
+        for i, t in enumerate(arguments)
+        for path, _ in jax.tree_util.tree_leaves_with_path(t)
+    ]
     assert len(set(leaf_paths(found))) == len(found)
 
 
 @pytest.mark.parametrize(
-    "options", [{"donate_argnums": (0,)}, {"donate_argnames": "params"}, {"donate_argnames": ["params"]}]
+    "options",
+    [{"donate_argnums": (0,)}, {"donate_argnames": "params"}, {"donate_argnames": ["params"]}],
 )
 def test_donation_by_number_or_name(options: dict[str, Any]) -> None:
     assert call_of(step, ({"a": X, "b": X}, X), **options).donated == (True, True, False)
@@ -138,8 +149,14 @@ def test_unknown_arguments_are_refused(options: dict[str, Any], words: str) -> N
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
-    [((), {}, "missing"), ((1, 2, 3, 4), {}, "too many"), ((1, 2), {"scal": 1}, "unexpected keyword argument 'scal'")],
+    [
+        ((), {}, "missing"),
+        ((1, 2, 3, 4), {}, "too many"),
+        ((1, 2), {"scal": 1}, "unexpected keyword argument 'scal'"),
+    ],
 )
 def test_arguments_that_do_not_bind_are_refused(args: Any, kwargs: Any, words: str) -> None:
-    with pytest.raises(SignatureError, match=rf"step cannot be called with {len(args)} positional.*{words}"):
+    with pytest.raises(
+        SignatureError, match=rf"step cannot be called with {len(args)} positional.*{words}"
+    ):
         call_of(step, args, kwargs)

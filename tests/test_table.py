@@ -1,4 +1,5 @@
-"""The spec table: a file that people review, that survives a round trip and says what is wrong with it."""
+"""The spec table: a file that people review, that survives a round trip and says what is wrong with
+it."""
 
 from __future__ import annotations
 
@@ -26,12 +27,24 @@ from tests.models import decoder_args, decoder_step
 from tests.stages import mesh_of
 
 GOLDEN = Path(__file__).parent / "golden" / "tables"
-SPECS = ("schema", "function", "mesh", "rules", "constraints", "inputs", "outputs", "outputs_like", "inside")
+SPECS = (
+    "schema",
+    "function",
+    "mesh",
+    "rules",
+    "constraints",
+    "inputs",
+    "outputs",
+    "outputs_like",
+    "inside",
+)
 
 
 @pytest.fixture(scope="module")
 def plan() -> autoshard.Plan:
-    return autoshard.apply(decoder_step, decoder_args(), mesh_of(data=4, model=2), "fsdp+tp", donate_argnums=(0, 1))
+    return autoshard.apply(
+        decoder_step, decoder_args(), mesh_of(data=4, model=2), "fsdp+tp", donate_argnums=(0, 1)
+    )
 
 
 @pytest.fixture
@@ -42,7 +55,10 @@ def table(plan: autoshard.Plan) -> SpecTable:
 def spec_lines(text: str) -> list[str]:
     """The lines of the leaves."""
     lines = text.splitlines()
-    start, end = (next(i for i, x in enumerate(lines) if x.startswith(f'  "{n}"')) for n in ("inputs", "inside"))
+    start, end = (
+        next(i for i, x in enumerate(lines) if x.startswith(f'  "{n}"'))
+        for n in ("inputs", "inside")
+    )
     return lines[start:end]
 
 
@@ -61,7 +77,9 @@ def test_it_holds_what_a_colleague_needs(table: SpecTable) -> None:
     assert {"jax", "autoshard"} <= set(table.versions)
     assert table.rules
     assert table.verified.startswith("no (")
-    assert set(table.inputs) == {f"{tree}/{n}" for tree in ("params", "moment") for n in decoder_args()[0]} | {"tokens"}
+    assert set(table.inputs) == {
+        f"{tree}/{n}" for tree in ("params", "moment") for n in decoder_args()[0]
+    } | {"tokens"}
     assert table.inputs["params/wq"].shape == [2, 64, 4, 16]
     assert len(table.inputs["params/wq"].roles) == 4
     assert {leaf.group for leaf in table.inputs.values()} == {"parameters", "optimizer", "data"}
@@ -70,7 +88,9 @@ def test_it_holds_what_a_colleague_needs(table: SpecTable) -> None:
     assert all(re.fullmatch(r"\S+\.py:\d+", entry.source) for entry in table.inside)
 
 
-def test_one_leaf_a_line_with_the_spec_as_people_write_it(table: SpecTable, plan: autoshard.Plan) -> None:
+def test_one_leaf_a_line_with_the_spec_as_people_write_it(
+    table: SpecTable, plan: autoshard.Plan
+) -> None:
     lines = table.dumps().splitlines()
     for path, leaf in table.inputs.items():
         (line,) = (x for x in lines if x.startswith(f'    "{path}":'))
@@ -79,7 +99,8 @@ def test_one_leaf_a_line_with_the_spec_as_people_write_it(table: SpecTable, plan
         assert found == msgspec.to_builtins(leaf)
     assert table.dumps() == plan.table.dumps()
     assert (
-        '    "params/wq": {"spec": [null, "data", "model"], "text": "P(None, \'data\', \'model\')", ' in table.dumps()
+        '    "params/wq": {"spec": [null, "data", "model"], "text": "P(None, \'data\', '
+        "'model')\", " in table.dumps()
     )
 
 
@@ -92,9 +113,17 @@ def test_outputs_that_feed_the_next_step_are_not_listed_again(table: SpecTable) 
 
 def test_a_diff_shows_only_what_changed(table: SpecTable) -> None:
     changed = msgspec.structs.replace(
-        table, inputs={**table.inputs, "tokens": msgspec.structs.replace(table.inputs["tokens"], spec=[None, "data"])}
+        table,
+        inputs={
+            **table.inputs,
+            "tokens": msgspec.structs.replace(table.inputs["tokens"], spec=[None, "data"]),
+        },
     )
-    diff = list(difflib.unified_diff(table.dumps().splitlines(), changed.dumps().splitlines(), n=0, lineterm=""))
+    diff = list(
+        difflib.unified_diff(
+            table.dumps().splitlines(), changed.dumps().splitlines(), n=0, lineterm=""
+        )
+    )
     assert [line[0] for line in diff[3:]] == ["-", "+"]
     assert '"tokens"' in diff[3]
     assert changed.edited
@@ -102,8 +131,12 @@ def test_a_diff_shows_only_what_changed(table: SpecTable) -> None:
 
 
 def test_only_the_evidence_holds_dates_and_versions(table: SpecTable) -> None:
-    later = msgspec.structs.replace(table.evidence, when="2030-01-01T00:00:00Z", search_s=7.0, versions={"jax": "9"})
-    one, other = (json.loads(t.dumps()) for t in (table, msgspec.structs.replace(table, evidence=later)))
+    later = msgspec.structs.replace(
+        table.evidence, when="2030-01-01T00:00:00Z", search_s=7.0, versions={"jax": "9"}
+    )
+    one, other = (
+        json.loads(t.dumps()) for t in (table, msgspec.structs.replace(table, evidence=later))
+    )
     assert [one[name] for name in SPECS] == [other[name] for name in SPECS]
     assert set(one) == {*SPECS, "evidence"}
     assert one["evidence"] != other["evidence"]
@@ -124,7 +157,7 @@ def test_two_searches_with_one_seed_give_the_same_bytes_but_for_the_evidence() -
     assert all('"when": "20' in text for text in texts)
 
 
-# Compressed ---------------------------------------------------------------------------------------------------------
+# Compressed ---------------------------------------------------------------------------------------
 
 LAYERS = 32
 
@@ -173,7 +206,9 @@ def unrolled_args(layers: int = LAYERS, d: int = 32) -> tuple[Any, Any, Any]:
 
 @pytest.fixture(scope="module")
 def deep() -> autoshard.Plan:
-    return autoshard.apply(unrolled_step, unrolled_args(), mesh_of(data=4, model=2), "fsdp+tp", donate_argnums=(0, 1))
+    return autoshard.apply(
+        unrolled_step, unrolled_args(), mesh_of(data=4, model=2), "fsdp+tp", donate_argnums=(0, 1)
+    )
 
 
 def test_32_unrolled_layers_are_at_most_60_lines_of_specs(deep: autoshard.Plan) -> None:
@@ -184,7 +219,9 @@ def test_32_unrolled_layers_are_at_most_60_lines_of_specs(deep: autoshard.Plan) 
     loaded = SpecTable.loads(text)
     assert loaded == deep.table
     assert len(loaded.inputs) == 3 * (3 + 9 * LAYERS) + 2
-    assert list(loaded.inputs).index("params/layers/2/wq") < list(loaded.inputs).index("params/layers/10/wq")
+    assert list(loaded.inputs).index("params/layers/2/wq") < list(loaded.inputs).index(
+        "params/layers/10/wq"
+    )
     assert "layers/*/wq" in table_text(loaded)
 
 
@@ -200,20 +237,32 @@ def test_changing_the_spec_of_one_layer_changes_one_hunk(deep: autoshard.Plan) -
     assert [line[:2] for line in diff] == ["@@", "+ "]
     assert path in diff[1]
     loaded = SpecTable.loads(pinned.table.dumps())
-    assert loaded.inputs[path].spec == loaded.outputs["out/0/layers/7/wq"].spec == [None, "model", "data"]
+    assert (
+        loaded.inputs[path].spec
+        == loaded.outputs["out/0/layers/7/wq"].spec
+        == [None, "model", "data"]
+    )
     assert loaded.inputs["params/layers/8/wq"] == deep.table.inputs["params/layers/8/wq"]
 
 
-# Older schemas, the JSON Schema ---------------------------------------------------------------------------------------
+# Older schemas, the JSON Schema -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mlp", "decoder"])
 def test_tables_of_schema_1_are_read(name: str) -> None:
     path = GOLDEN / f"{name}_schema_1.json"
     old, new = json.loads(path.read_text()), SpecTable.load(path)
-    assert {p: leaf.spec for p, leaf in new.inputs.items()} == {p: leaf["spec"] for p, leaf in old["inputs"].items()}
-    assert {p: leaf.spec for p, leaf in new.outputs.items()} == {p: leaf["spec"] for p, leaf in old["outputs"].items()}
-    assert (new.rules, new.fingerprint, new.verified) == (old["rules"], old["fingerprint"], old["verified"])
+    assert {p: leaf.spec for p, leaf in new.inputs.items()} == {
+        p: leaf["spec"] for p, leaf in old["inputs"].items()
+    }
+    assert {p: leaf.spec for p, leaf in new.outputs.items()} == {
+        p: leaf["spec"] for p, leaf in old["outputs"].items()
+    }
+    assert (new.rules, new.fingerprint, new.verified) == (
+        old["rules"],
+        old["fingerprint"],
+        old["verified"],
+    )
     assert len(new.evidence.candidates) == len(old["evidence"])
     assert not new.edited
     assert SpecTable.loads(new.dumps()) == new
@@ -238,7 +287,9 @@ def test_tables_of_schema_2_are_read(name: str) -> None:
 @pytest.mark.parametrize("schema", [1, 2])
 def test_a_table_of_an_older_schema_is_applied(schema: int) -> None:
     path = GOLDEN / f"decoder_schema_{schema}.json"
-    plan = autoshard.apply(decoder_step, decoder_args(), "data=4,model=2", path, donate_argnums=(0, 1))
+    plan = autoshard.apply(
+        decoder_step, decoder_args(), "data=4,model=2", path, donate_argnums=(0, 1)
+    )
     assert plan.specs["params/wq"] == spec_from_entry(SpecTable.load(path).inputs["params/wq"].spec)
 
 
@@ -255,7 +306,7 @@ def test_the_json_schema_is_shipped_and_holds(table: SpecTable, deep: autoshard.
         check.validate(wrong)
 
 
-# What is wrong with a file --------------------------------------------------------------------------------------------
+# What is wrong with a file ------------------------------------------------------------------------
 
 
 def broken(table: SpecTable, how: str) -> bytes:
@@ -283,13 +334,25 @@ def broken(table: SpecTable, how: str) -> bytes:
         case "no leaves":
             del data["inputs"]
         case "a wrong spec":
-            return text.replace('"tokens": {"spec": ["data"], "text": "P(\'data\')"', '"tokens": {"spec": [1]').encode()
+            return text.replace(
+                '"tokens": {"spec": ["data"], "text": "P(\'data\')"', '"tokens": {"spec": [1]'
+            ).encode()
         case "an axis twice":
-            data["inputs"]["tokens"] = {"spec": ["data", "data"], "shape": [8, 32], "dtype": "int32"}
+            data["inputs"]["tokens"] = {
+                "spec": ["data", "data"],
+                "shape": [8, 32],
+                "dtype": "int32",
+            }
         case "text against spec":
-            return text.replace('"tokens": {"spec": ["data"]', '"tokens": {"spec": ["model"]').encode()
+            return text.replace(
+                '"tokens": {"spec": ["data"]', '"tokens": {"spec": ["model"]'
+            ).encode()
         case "too many dimensions":
-            data["inputs"]["tokens"] = {"spec": [None, None, "data"], "shape": [8, 32], "dtype": "int32"}
+            data["inputs"]["tokens"] = {
+                "spec": [None, None, "data"],
+                "shape": [8, 32],
+                "dtype": "int32",
+            }
         case "a negative size":
             data["inputs"]["tokens"]["shape"] = [-8, 32]
         case "a leaf twice":
@@ -307,7 +370,10 @@ def broken(table: SpecTable, how: str) -> bytes:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("cut short", r"no JSON \(.*line \d+ column \d+\).*cut short. Restore it from version control"),
+        (
+            "cut short",
+            r"no JSON \(.*line \d+ column \d+\).*cut short. Restore it from version control",
+        ),
         ("empty", r"no JSON"),
         ("not text", r"no JSON \(byte 0 is no UTF-8\)"),
         ("a list", r"no spec table: Expected `object`"),
@@ -317,11 +383,15 @@ def broken(table: SpecTable, how: str) -> bytes:
         ("a field too many", r"no spec table: .*`surprise`"),
         ("a field too few", r"no spec table: .*`rules`"),
         ("no leaves", r"no spec table: .*`inputs`"),
-        ("a wrong spec", r"no spec table: Expected .* at `\$\.spec\[0\]` at inputs\['tokens'\] \(line \d+\)"),
+        (
+            "a wrong spec",
+            r"no spec table: Expected .* at `\$\.spec\[0\]` at inputs\['tokens'\] \(line \d+\)",
+        ),
         ("an axis twice", r"uses a mesh axis twice at inputs\['tokens'\]"),
         (
             "text against spec",
-            r"P\('data'\) says otherwise than the spec, P\('model'\).*inputs\['tokens'\] \(line \d+\)",
+            r"P\('data'\) says otherwise than the spec, P\('model'\).*inputs\['tokens'\] \(line "
+            r"\d+\)",
         ),
         ("too many dimensions", r"2 dimensions at inputs\['tokens'\]"),
         ("a negative size", r"Expected `int` >= 0.*inputs\['tokens'\]"),
@@ -331,7 +401,9 @@ def broken(table: SpecTable, how: str) -> bytes:
         ("like nothing", r"no input leaf lies below 'nothing'"),
     ],
 )
-def test_a_file_that_is_no_table_says_where(table: SpecTable, tmp_path: Path, how: str, words: str) -> None:
+def test_a_file_that_is_no_table_says_where(
+    table: SpecTable, tmp_path: Path, how: str, words: str
+) -> None:
     path = tmp_path / "step.json"
     path.write_bytes(broken(table, how))
     with pytest.raises(TableError, match=rf"step\.json: .*({words})"):
@@ -369,9 +441,21 @@ def test_a_file_too_large_to_be_a_table_is_not_read(tmp_path: Path) -> None:
 
 
 def test_odd_names_are_kept_and_shown_safely(table: SpecTable) -> None:
-    odd = ["../../etc/passwd", "w\x1b[31m", "w\u202eb", "a*b", "名前", "<script>", "w/²", "w/007", "w/\n"]
+    odd = [
+        "../../etc/passwd",
+        "w\x1b[31m",
+        "w\u202eb",
+        "a*b",
+        "名前",
+        "<script>",
+        "w/²",
+        "w/007",
+        "w/\n",
+    ]
     leaf = table.inputs["tokens"]
-    strange = msgspec.structs.replace(table, function="f\x1b[2J", inputs={**table.inputs, **dict.fromkeys(odd, leaf)})
+    strange = msgspec.structs.replace(
+        table, function="f\x1b[2J", inputs={**table.inputs, **dict.fromkeys(odd, leaf)}
+    )
     text = strange.dumps()
     assert all(line.isprintable() for line in text.splitlines())
     assert set(SpecTable.loads(text).inputs) == {*table.inputs, *odd}
@@ -388,7 +472,9 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
         SpecTable.load("a\0b")
 
 
-def test_saving_is_all_or_nothing(table: SpecTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_all_or_nothing(
+    table: SpecTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "step.json"
     table.save(path)
     before = path.read_bytes()
@@ -410,7 +496,10 @@ axes = st.lists(st.sampled_from(["data", "model", "fsdp"]), max_size=3, unique=T
 @given(st.lists(axes, max_size=4).map(tuple))
 def test_specs_survive_as_json(spec: tuple[tuple[str, ...], ...]) -> None:
     entry = json.loads(json.dumps(spec_to_entry(spec)))
-    found = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec_from_entry(entry)]
+    found = [
+        () if e is None else (e,) if isinstance(e, str) else tuple(e)
+        for e in spec_from_entry(entry)
+    ]
     assert found == list(spec)[: len(found)]
     assert not any(spec[len(found) :])
     assert eval(spec_text(entry), {"P": P}) == spec_from_entry(entry)
@@ -419,7 +508,8 @@ def test_specs_survive_as_json(spec: tuple[tuple[str, ...], ...]) -> None:
 def test_numbers_of_the_evidence_are_rounded_so_that_a_diff_stays_quiet(table: SpecTable) -> None:
     record = {"measured": {"median_s": 0.012345678, "rounds": 7}}
     noisy = msgspec.structs.replace(
-        table, evidence=msgspec.structs.replace(table.evidence, candidates=[record], search_s=1.23456)
+        table,
+        evidence=msgspec.structs.replace(table.evidence, candidates=[record], search_s=1.23456),
     )
     assert '"median_s": 0.01235, "rounds": 7' in noisy.dumps()
     assert '"search_s": 1.235' in noisy.dumps()

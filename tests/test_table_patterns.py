@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.table_patterns import alike, fold, likenesses, path_key, ranges_of, ranges_text, unfold
+from autoshard.table_patterns import (
+    alike,
+    fold,
+    likenesses,
+    path_key,
+    ranges_of,
+    ranges_text,
+    unfold,
+)
 
 parts = st.one_of(
     st.sampled_from(["w", "layers", "*", "", "a1b2", "01", "x*"]),
@@ -26,9 +34,13 @@ def test_what_is_folded_unfolds_to_the_same_leaves(leaves: dict[str, str]) -> No
 
 
 @given(
-    st.integers(1, 6), st.integers(1, 6), st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.just("b"))
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.just("b")),
 )
-def test_two_numbers_fold_and_exceptions_are_lines(layers: int, experts: int, odd: dict[tuple[int, int], str]) -> None:
+def test_two_numbers_fold_and_exceptions_are_lines(
+    layers: int, experts: int, odd: dict[tuple[int, int], str]
+) -> None:
     leaves = {f"l/{i}/e/{j}/w": odd.get((i, j), "a") for i in range(layers) for j in range(experts)}
     assert unfold(fold(leaves)) == leaves
 
@@ -74,7 +86,13 @@ def test_two_patterns_that_speak_of_one_leaf_are_refused() -> None:
 def test_outputs_are_like_the_argument_that_they_become() -> None:
     inputs = {f"{tree}/{leaf}": "a" for tree in ("params", "moment") for leaf in ("w", "b", "c")}
     outputs = {f"out/{i}/{leaf}": "a" for i in (0, 1) for leaf in ("w", "b", "c")} | {"out/2": "a"}
-    carried = {f"out/{i}/{leaf}": f"{tree}/{leaf}" for i, tree in enumerate(("params", "moment")) for leaf in "wbc"}
+    carried = {
+        f"out/{i}/{leaf}": f"{tree}/{leaf}"
+        for i, tree in enumerate(("params", "moment"))
+        for leaf in "wbc"
+    }
     assert likenesses(outputs, inputs, carried) == {"out/0": "params", "out/1": "moment"}
-    assert likenesses(outputs | dict.fromkeys(("out/0/w", "out/0/b"), "z"), inputs, carried) == {"out/1": "moment"}
+    assert likenesses(outputs | dict.fromkeys(("out/0/w", "out/0/b"), "z"), inputs, carried) == {
+        "out/1": "moment"
+    }
     assert not alike(outputs, "out/0", inputs, "else")

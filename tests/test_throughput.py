@@ -41,7 +41,9 @@ def test_a_plan_says_its_throughput(mesh_4x2: Mesh) -> None:
 def test_without_samples_none_are_shown(mesh_4x2: Mesh) -> None:
     plan = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", donate_argnums=0)
     assert "samples a second" not in str(plan.explain())
-    known = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", donate_argnums=0, samples_per_step=8)
+    known = autoshard.apply(
+        models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", donate_argnums=0, samples_per_step=8
+    )
     assert "samples a second" in str(known.explain())
 
 

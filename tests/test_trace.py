@@ -1,4 +1,5 @@
-"""Tracing: every place of the program is its own, nothing of the function's meaning or metadata is lost."""
+"""Tracing: every place of the program is its own, nothing of the function's meaning or metadata is
+lost."""
 
 from __future__ import annotations
 
@@ -50,12 +51,17 @@ def loops(x: jax.Array) -> jax.Array:
     y, stack = jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x)
     z = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2.0), (0, y))[1]
     z = jax.lax.cond(x[0, 0] > 0, lambda a: a + 1, lambda a: a - 1, z)
-    return jax.checkpoint(lambda a: jnp.sin(jnp.cos(a)))(z) + jax.jit(jnp.tanh)(scaled(clipped(stack)).sum(0))
+    return jax.checkpoint(lambda a: jnp.sin(jnp.cos(a)))(z) + jax.jit(jnp.tanh)(
+        scaled(clipped(stack)).sum(0)
+    )
 
 
 EXAMPLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "loops": (loops, (X,)),
-    "gradient of loops": (jax.grad(lambda x: jax.lax.scan(lambda c, r: (jnp.sin(c * r), c), x[0], x)[1].sum()), (X,)),
+    "gradient of loops": (
+        jax.grad(lambda x: jax.lax.scan(lambda c, r: (jnp.sin(c * r), c), x[0], x)[1].sum()),
+        (X,),
+    ),
     "mlp": (mlp_step, mlp_args()),
     "decoder": (decoder_step, decoder_args(**SMALL)),
     "random": (lambda key, x: x + jax.random.normal(key, x.shape), (jax.random.key(0), X)),
@@ -115,7 +121,9 @@ def test_own_gradient_rules_are_kept() -> None:
 
 
 def test_ties_say_how_a_scan_moves_data() -> None:
-    program = traced(lambda w, x: jax.lax.scan(lambda c, row: (c @ w + row, c.sum()), x[0], x), np.eye(3), X).program
+    program = traced(
+        lambda w, x: jax.lax.scan(lambda c, row: (c @ w + row, c.sum()), x[0], x), np.eye(3), X
+    ).program
     scan = next(e for e in program.eqns if e.primitive == "scan")
     assert scan.bodies[0].trips == 4
     assert Counter((t.flow, t.offset) for t in scan.ties) == {
@@ -142,7 +150,11 @@ def test_names_and_source_lines_survive() -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     where = next(i for i, line in enumerate(lines, 1) if "the line that test_names" in line)
     assert source_line(dot) == f"{Path(__file__).name}:{where}"
-    text = jax.jit(as_function(program.origin, "step")).lower(X, np.eye(3, dtype=np.float32)).as_text(debug_info=True)
+    text = (
+        jax.jit(as_function(program.origin, "step"))
+        .lower(X, np.eye(3, dtype=np.float32))
+        .as_text(debug_info=True)
+    )
     assert "model/" in text
     assert "attention/dot_general" in text
     assert "jit_step" in text
@@ -218,7 +230,9 @@ def test_bare_partition_specs_in_the_model_work_and_can_be_dropped() -> None:
     assert [e.primitive for e in dropped.program.eqns] == ["sin", "mul"]
     for found in (kept, dropped):
         check(found.program.origin)
-        np.testing.assert_allclose(jax.jit(as_function(found.program.origin, "f"))(X)[0], np.sin(X) * 2, rtol=1e-6)
+        np.testing.assert_allclose(
+            jax.jit(as_function(found.program.origin, "f"))(X)[0], np.sin(X) * 2, rtol=1e-6
+        )
 
 
 def test_a_jit_with_shardings_of_its_own_stays_a_call() -> None:
@@ -276,7 +290,9 @@ def test_mutable_arrays_of_outside_are_refused_by_name() -> None:
         state[...] += jnp.sum(x)
         return x + state[...]
 
-    with pytest.raises(TraceError, match=r"counting reads or writes a mutable array .*made outside"):
+    with pytest.raises(
+        TraceError, match=r"counting reads or writes a mutable array .*made outside"
+    ):
         traced(counting, X)
 
 
@@ -289,7 +305,9 @@ def test_the_reference_of_verification_is_what_jax_traced() -> None:
     closed = as_reference(found.original)
     check(closed)
     assert "sharding_constraint" not in str(closed)
-    np.testing.assert_allclose(jax.jit(as_function(closed, "stated"))(X)[0], np.sin(X) * 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(as_function(closed, "stated"))(X)[0], np.sin(X) * 2, rtol=1e-6
+    )
 
 
 def test_outputs_that_are_no_arrays_come_back_as_they_are() -> None:
@@ -302,7 +320,9 @@ def test_what_jax_cannot_trace_is_said_in_its_own_words() -> None:
     def branchy(x: jax.Array) -> jax.Array:
         return x if x[0, 0] > 0 else -x
 
-    with pytest.raises(TraceError, match=r"jax\.jit\(branchy\) fails as well.*TracerBoolConversionError"):
+    with pytest.raises(
+        TraceError, match=r"jax\.jit\(branchy\) fails as well.*TracerBoolConversionError"
+    ):
         traced(branchy, X)
 
 

@@ -36,7 +36,9 @@ def reference(fn: Callable[..., Any], args: Any) -> Reference:
     return reference_of(trusted, logical_axes(found.program), inputs)
 
 
-def compare(fn: Callable[..., Any], args: Any, changed: Callable[[list[np.ndarray]], Any]) -> tuple[Verified, bool]:
+def compare(
+    fn: Callable[..., Any], args: Any, changed: Callable[[list[np.ndarray]], Any]
+) -> tuple[Verified, bool]:
     """How the reference judges its own outputs after a change."""
     found = reference(fn, args)
     return found.compare(changed([out.copy() for out in found.outputs]))
@@ -85,7 +87,9 @@ def test_a_wrong_compiled_function_is_caught(wrong: Callable[[jax.Array], jax.Ar
     assert agrees
 
 
-@pytest.mark.parametrize("rules", [(), ("x.0->data",), ("x.0->data", "b1.0->model"), ("w1.0->data", "b1.0->model")])
+@pytest.mark.parametrize(
+    "rules", [(), ("x.0->data",), ("x.0->data", "b1.0->model"), ("w1.0->data", "b1.0->model")]
+)
 def test_sharded_train_steps_agree(rules: tuple[str, ...]) -> None:
     verified, agrees = reference(mlp_step, mlp_args()).compare(
         sharded(prepared(mlp_step, mlp_args(), mesh_of(**MESH)), *rules)
@@ -96,19 +100,22 @@ def test_sharded_train_steps_agree(rules: tuple[str, ...]) -> None:
 def test_a_sharded_decoder_with_momentum_agrees() -> None:
     args = decoder_args(**SMALL)
     made = prepared(decoder_step, args, mesh_of(**MESH))
-    verified, agrees = reference(decoder_step, args).compare(sharded(made, "tokens.0->data", "w1.2->model"))
+    verified, agrees = reference(decoder_step, args).compare(
+        sharded(made, "tokens.0->data", "w1.2->model")
+    )
     assert agrees, verified
 
 
 def adam(eps: float) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A first Adam step: update = g / (|g| + eps), which turns rounding of tiny gradients into a whole step."""
+    """A first Adam step: update = g / (|g| + eps), which turns rounding of tiny gradients into a
+    whole step."""
     optimizer = optax.adam(1e-2, eps=eps)
     params = {"w": 0.3 * X.T[:, :8], "v": np.zeros((8, 4), np.float32)}
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
-        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]) + jnp.mean(jnp.tanh(x @ p["w"])) ** 2)(
-            params
-        )
+        grads = jax.grad(
+            lambda p: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]) + jnp.mean(jnp.tanh(x @ p["w"])) ** 2
+        )(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -189,7 +196,9 @@ def test_however_low_the_precision_and_long_the_sum_a_lost_shard_is_seen(low: An
 
     found = reference(fn, (x,))
     parts = x.reshape(16, 4, 512)
-    assert found.compare([sum(fn_of_part(p, low) for p in parts.swapaxes(0, 1))])[1], "another order of the sum"
+    assert found.compare([sum(fn_of_part(p, low) for p in parts.swapaxes(0, 1))])[1], (
+        "another order of the sum"
+    )
     (want,) = found.outputs
     for wrong in (np.zeros_like(want), 2 * want, want / 4, want - fn_of_part(parts[:, 0], low)):
         assert not found.compare([wrong])[1]

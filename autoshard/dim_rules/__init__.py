@@ -1,7 +1,8 @@
-"""Dimension rules: for each primitive, which dimensions of its operands and results run over the same loop.
+"""Dimension rules: for each primitive, which dimensions of its operands and results run over the
+same loop.
 
-`rule_of` is the one way in. A primitive belongs to a family, one file each, and the registry holds an entry for every
-primitive that jax lowers, be it only to say why it links nothing.
+`rule_of` is the one way in. A primitive belongs to a family, one file each, and the registry holds
+an entry for every primitive that jax lowers, be it only to say why it links nothing.
 """
 
 from autoshard.dim_rules.registry import Coverage as Coverage

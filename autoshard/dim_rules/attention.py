@@ -1,7 +1,10 @@
-"""cuDNN's fused attention: the partitioner splits it over batch and heads, as jax states (custom partitioning).
+"""cuDNN's fused attention: the partitioner splits it over batch and heads, as jax states (custom
+partitioning).
 
-Operands: query, key, value, bias, lengths and offsets of queries and of keys, two page tables; the backward pass then
-has the forward pass's statistics, its result and the result's gradient. What is not given has the shape (0,).
+Operands: query, key, value, bias, lengths and offsets of queries and of keys, two page tables; the
+    backward pass then
+has the forward pass's statistics, its result and the result's gradient. What is not given has the
+shape (0,).
 """
 
 from __future__ import annotations
@@ -15,17 +18,24 @@ from autoshard.program import Eqn
 
 _BIAS, _LENGTHS, _PACKED, _STATISTICS = 3, (4, 5), (6, 7, 8, 9), 10
 _HEADS_FIRST = 1
-"""The value of the parameter `layout` for (batch, heads, sequence, size); else heads are the third dimension."""
+"""The value of the parameter `layout` for (batch, heads, sequence, size); else heads are the third
+dimension."""
 
 
 def attention(eqn: Eqn) -> DimRule:
-    """Batch passes; so do heads, those of queries and of keys in as many pieces. Packed sequences link nothing."""
+    """Batch passes; so do heads, those of queries and of keys in as many pieces. Packed sequences
+    link nothing.
+    """
     operands, results = [v.shape for v in eqn.inputs], [v.shape for v in eqn.outputs]
     if any(0 not in operands[i] for i in _PACKED):
         return whole_rule(eqn)
     backward = eqn.primitive.startswith("dot_product_attention_bwd")
     heads = 1 if int(eqn.params["layout"]) == _HEADS_FIRST else 2
-    read = {0: heads, 1: heads, 2: heads}  # position of an operand -> its dimension of heads; batch comes first
+    read = {
+        0: heads,
+        1: heads,
+        2: heads,
+    }  # position of an operand -> its dimension of heads; batch comes first
     made = dict(read) if backward else {0: heads}
     if backward:
         read |= {_STATISTICS: 1, _STATISTICS + 1: heads, _STATISTICS + 2: heads}
@@ -44,7 +54,10 @@ def attention(eqn: Eqn) -> DimRule:
         of_made |= {_BIAS: bias_dim} if len(results) == 4 else {}
         if bias_dim == 0:
             of_read |= {i: 0 for i in _LENGTHS if operands[i] == (size,)}
-            sizes = {*(operands[i][d] for i, d in of_read.items()), *(results[i][d] for i, d in of_made.items())}
+            sizes = {
+                *(operands[i][d] for i, d in of_read.items()),
+                *(results[i][d] for i, d in of_made.items()),
+            }
             if len(sizes) > 1:
                 continue  # a batch that is repeated
         loops.add(LoopKind.PASS, of_read.items(), of_made.items(), pieces=pieces)

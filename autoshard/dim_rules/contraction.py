@@ -1,4 +1,6 @@
-"""Products that sum over shared dimensions: dot_general, its ragged and scaled forms, symmetric_product."""
+"""Products that sum over shared dimensions: dot_general, its ragged and scaled forms,
+symmetric_product.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def _free(rank: int, *taken: tuple[int, ...]) -> list[int]:
 def dot_general(eqn: Eqn) -> DimRule:
     """Batch and free dimensions pass, contracting ones are reduced.
 
-    The result holds the batch dimensions, then the free ones of the left operand, then those of the right.
+    The result holds the batch dimensions, then the free ones of the left operand, then those of the
+    right.
     """
     loops = Loops.of(eqn)
     contract, batch = _pairs(eqn.params["dimension_numbers"])
@@ -35,8 +38,14 @@ def dot_general(eqn: Eqn) -> DimRule:
 
 
 def _scales(loops: Loops) -> dict[int, int]:
-    """For block-scaled products, which operand (2, 3) scales which (0, 1); ordinary products have two operands."""
-    return {side: side + 2 for side in (0, 1) if len(loops.operands) > side + 2 and len(loops.operands[side + 2]) > 1}
+    """For block-scaled products, which operand (2, 3) scales which (0, 1); ordinary products have
+    two operands.
+    """
+    return {
+        side: side + 2
+        for side in (0, 1)
+        if len(loops.operands) > side + 2 and len(loops.operands[side + 2]) > 1
+    }
 
 
 def _dot(loops: Loops, contract: Pairs, batch: Pairs, scales: Mapping[int, int]) -> None:
@@ -66,10 +75,11 @@ def _dot(loops: Loops, contract: Pairs, batch: Pairs, scales: Mapping[int, int])
 def ragged_dot_general(eqn: Eqn) -> DimRule:
     """One dimension of the left operand is divided into groups, whose sizes are the third operand.
 
-    The ragged dimension behaves as in a dense product: rows that are cut go with the group sizes that are left of them
-    on each side of the cut, which every device can work out from all group sizes; so these are WHOLE. The groups of
-    the right operand are REDUCED: each device multiplies the rows of its own groups and has zeros elsewhere. The group
-    dimension of the result (ragged contraction) passes: each device makes its own groups.
+    The ragged dimension behaves as in a dense product: rows that are cut go with the group sizes
+    that are left of them on each side of the cut, which every device can work out from all group
+    sizes; so these are WHOLE. The groups of the right operand are REDUCED: each device multiplies
+    the rows of its own groups and has zeros elsewhere. The group dimension of the result (ragged
+    contraction) passes: each device makes its own groups.
     """
     loops = Loops.of(eqn)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -123,7 +133,9 @@ def scaled_matmul(eqn: Eqn) -> DimRule:
 
 
 def symmetric_product(eqn: Eqn) -> DimRule:
-    """Of alpha * A @ A.T + beta * C the columns of A are reduced (C counts on one device only); rows meet all rows."""
+    """Of alpha * A @ A.T + beta * C the columns of A are reduced (C counts on one device only);
+    rows meet all rows.
+    """
     loops = Loops.of(eqn)
     rank = len(loops.operands[0])
     loops.add_prefix(rank - 2, operands=(0, 1), results=(0,))

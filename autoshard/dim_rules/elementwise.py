@@ -14,8 +14,8 @@ from autoshard.program import Eqn
 def elementwise(eqn: Eqn) -> DimRule:
     """Dimension d of every operand of the result's rank, and of every result, is one PASS loop.
 
-    A scalar operand (a predicate, a bound, a literal) has no dimension. An operand dimension of size 1 against a larger
-    one is broadcast and has its own loop.
+    A scalar operand (a predicate, a bound, a literal) has no dimension. An operand dimension of
+    size 1 against a larger one is broadcast and has its own loop.
     """
     return _elementwise(tuple(v.shape for v in eqn.inputs), tuple(v.shape for v in eqn.outputs))
 
@@ -30,14 +30,24 @@ def _elementwise(operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Dim
     for dim, size in enumerate(shape):
         loops.add(
             LoopKind.PASS,
-            [(i, dim) for i, s in enumerate(loops.operands) if len(s) == len(shape) and s[dim] == size],
-            [(i, dim) for i, s in enumerate(loops.results) if len(s) == len(shape) and s[dim] == size],
+            [
+                (i, dim)
+                for i, s in enumerate(loops.operands)
+                if len(s) == len(shape) and s[dim] == size
+            ],
+            [
+                (i, dim)
+                for i, s in enumerate(loops.results)
+                if len(s) == len(shape) and s[dim] == size
+            ],
         )
     return loops.rule()
 
 
 def operand_by_operand(eqn: Eqn) -> DimRule:
-    """Operand i is result i: each of its dimensions is a PASS loop, unrelated to the other operands."""
+    """Operand i is result i: each of its dimensions is a PASS loop, unrelated to the other
+    operands.
+    """
     loops = Loops.of(eqn)
     for i, (operand, result) in enumerate(zip(loops.operands, loops.results, strict=True)):
         if operand == result:
@@ -61,5 +71,6 @@ _OPERAND_BY_OPERAND = """
 """
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    dict.fromkeys(_ELEMENTWISE.split(), elementwise) | dict.fromkeys(_OPERAND_BY_OPERAND.split(), operand_by_operand)
+    dict.fromkeys(_ELEMENTWISE.split(), elementwise)
+    | dict.fromkeys(_OPERAND_BY_OPERAND.split(), operand_by_operand)
 )

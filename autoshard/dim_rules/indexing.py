@@ -1,8 +1,9 @@
 """Gather and scatter.
 
-The last dimension of the indices is the index vector: WHOLE. Splitting an indexed dimension of a table leaves each
-device with its own rows: a gather looks up those that are its own and has zeros elsewhere (a partial sum); a scatter
-writes those that are its own. Both shift the indices by the start of the piece.
+The last dimension of the indices is the index vector: WHOLE. Splitting an indexed dimension of a
+table leaves each device with its own rows: a gather looks up those that are its own and has zeros
+elsewhere (a partial sum); a scatter writes those that are its own. Both shift the indices by the
+start of the piece.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from autoshard.program import Eqn
 
 
 def gather(eqn: Eqn) -> DimRule:
-    """Window dimensions taken whole pass, indexed dimensions of slice size 1 are reduced, other windows are WHOLE.
+    """Window dimensions taken whole pass, indexed dimensions of slice size 1 are reduced, other
+    windows are WHOLE.
 
-    Batch dimensions of the indices pass to the result (and, if they are batching dimensions, from the operand too).
+    Batch dimensions of the indices pass to the result (and, if they are batching dimensions, from
+    the operand too).
     """
     loops = Loops.of(eqn)
     numbers = eqn.params["dimension_numbers"]
@@ -58,12 +61,14 @@ _COMBINE = {
 
 
 def scatter(eqn: Eqn) -> DimRule:
-    """Every dimension of the operand continues in the result; the updates join where they are as large, else WHOLE.
+    """Every dimension of the operand continues in the result; the updates join where they are as
+    large, else WHOLE.
 
-    The batch dimensions of the indices and of the updates are REDUCED for the variants that combine: each device
-    scatters its own updates, and the partial results are combined. *The operand counts once*: on all devices but one it
-    stands for the identity of the operator (0 for add and sub, 1 for mul; itself for min and max). For plain `scatter`
-    they are WHOLE, since the last update of an element wins.
+    The batch dimensions of the indices and of the updates are REDUCED for the variants that
+    combine: each device scatters its own updates, and the partial results are combined. *The
+    operand counts once*: on all devices but one it stands for the identity of the operator (0 for
+    add and sub, 1 for mul; itself for min and max). For plain `scatter` they are WHOLE, since the
+    last update of an element wins.
     """
     loops = Loops.of(eqn)
     numbers = eqn.params["dimension_numbers"]
@@ -93,4 +98,6 @@ def scatter(eqn: Eqn) -> DimRule:
     return loops.rule(combine or "add")
 
 
-RULES: Mapping[str, Rule] = MappingProxyType({"gather": gather, "scatter": scatter} | dict.fromkeys(_COMBINE, scatter))
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {"gather": gather, "scatter": scatter} | dict.fromkeys(_COMBINE, scatter)
+)

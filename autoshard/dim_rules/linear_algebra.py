@@ -12,9 +12,13 @@ from autoshard.program import Eqn
 
 
 def _batched(eqn: Eqn, core_rank: int) -> Loops:
-    """PASS loops over the leading dimensions of all operands and results, the first operand having `core_rank` more."""
+    """PASS loops over the leading dimensions of all operands and results, the first operand having
+    `core_rank` more.
+    """
     loops = Loops.of(eqn)
-    loops.add_prefix(len(loops.operands[0]) - core_rank, range(len(loops.operands)), range(len(loops.results)))
+    loops.add_prefix(
+        len(loops.operands[0]) - core_rank, range(len(loops.operands)), range(len(loops.results))
+    )
     return loops
 
 
@@ -45,7 +49,9 @@ def tridiagonal_solve(eqn: Eqn) -> DimRule:
 
 
 def ormqr(eqn: Eqn) -> DimRule:
-    """(reflectors, their scales, c): each column of c is multiplied by itself (each row, if Q is on the right)."""
+    """(reflectors, their scales, c): each column of c is multiplied by itself (each row, if Q is on
+    the right).
+    """
     loops = _batched(eqn, 2)
     free = len(loops.operands[2]) - (1 if eqn.params["left"] else 2)
     loops.add(LoopKind.PASS, [(2, free)], [(0, free)])

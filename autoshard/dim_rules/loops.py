@@ -1,4 +1,6 @@
-"""Builds a `DimRule`: loops are stated one by one, and what no loop was stated for becomes WHOLE."""
+"""Builds a `DimRule`: loops are stated one by one, and what no loop was stated for becomes
+WHOLE.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ class Loops:
         return cls([v.shape for v in eqn.inputs], [v.shape for v in eqn.outputs])
 
     def add(
-        self, kind: LoopKind, operands: Iterable[Place] = (), results: Iterable[Place] = (), pieces: int | None = None
+        self,
+        kind: LoopKind,
+        operands: Iterable[Place] = (),
+        results: Iterable[Place] = (),
+        pieces: int | None = None,
     ) -> None:
         """States that these dimensions run over one loop.
 
@@ -59,7 +65,8 @@ class Loops:
                 table[position][dim] = loop
 
     def add_prefix(self, count: int, operands: Iterable[int], results: Iterable[int]) -> None:
-        """States PASS loops over the first `count` dimensions of these operands and results (batch dimensions).
+        """States PASS loops over the first `count` dimensions of these operands and results (batch
+        dimensions).
 
         Args:
             count: Number of leading dimensions.
@@ -86,7 +93,9 @@ class Loops:
             return len(kinds) - 1
 
         def complete(table: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-            return tuple(tuple(own_loop() if loop == _UNSTATED else loop for loop in row) for row in table)
+            return tuple(
+                tuple(own_loop() if loop == _UNSTATED else loop for loop in row) for row in table
+            )
 
         operands, results = complete(self._operand_loops), complete(self._result_loops)
         return DimRule(tuple(kinds), operands, results, combine, tuple(self._pieces))

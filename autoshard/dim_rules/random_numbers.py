@@ -1,6 +1,7 @@
 """Random numbers, and other arrays made from nothing: a dimension that only results have passes.
 
-Whether cutting such a dimension yields the same numbers is the generator's affair (threefry does when partitionable).
+Whether cutting such a dimension yields the same numbers is the generator's affair (threefry does
+when partitionable).
 """
 
 from __future__ import annotations
@@ -56,10 +57,16 @@ def rng_bit_generator(eqn: Eqn) -> DimRule:
 
 
 def random_gamma(eqn: Eqn) -> DimRule:
-    """(keys, shape parameters) -> results of the parameters' shape, whose leading dimensions are those of the keys."""
+    """(keys, shape parameters) -> results of the parameters' shape, whose leading dimensions are
+    those of the keys.
+    """
     loops = Loops.of(eqn)
     for dim, size in enumerate(loops.results[0]):
-        places = [(i, dim) for i, shape in enumerate(loops.operands) if dim < len(shape) and shape[dim] == size]
+        places = [
+            (i, dim)
+            for i, shape in enumerate(loops.operands)
+            if dim < len(shape) and shape[dim] == size
+        ]
         loops.add(LoopKind.PASS, places, [(0, dim)])
     return loops.rule()
 

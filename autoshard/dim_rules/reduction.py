@@ -45,7 +45,9 @@ def reduce_axes(eqn: Eqn) -> DimRule:
 
 
 def arg_reduce(eqn: Eqn) -> DimRule:
-    """Argmax and argmin: of the partial results, which come with their values, the best is picked."""
+    """Argmax and argmin: of the partial results, which come with their values, the best is
+    picked.
+    """
     loops = Loops.of(eqn)
     axes = ints(eqn.params["axes"])
     _keep(loops, 1, axes)
@@ -57,8 +59,8 @@ def arg_reduce(eqn: Eqn) -> DimRule:
 def reduce(eqn: Eqn) -> DimRule:
     """The general form: operands, then as many scalar initial values.
 
-    If the body is one operator that combines (add, max, ...) for every operand, the reduced dimensions are REDUCED, and
-    the initial values count on one device only; else they are WHOLE.
+    If the body is one operator that combines (add, max, ...) for every operand, the reduced
+    dimensions are REDUCED, and the initial values count on one device only; else they are WHOLE.
     """
     loops = Loops.of(eqn)
     count = len(eqn.outputs)
@@ -72,7 +74,9 @@ def reduce(eqn: Eqn) -> DimRule:
 
 
 def _monoid(jaxpr: Any, count: int) -> str | None:
-    """The operator that `jaxpr` applies to each pair (accumulator i, element i); None if it is anything else."""
+    """The operator that `jaxpr` applies to each pair (accumulator i, element i); None if it is
+    anything else.
+    """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     if jaxpr is None or len(jaxpr.eqns) != count:
         return None

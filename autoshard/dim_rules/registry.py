@@ -88,7 +88,12 @@ def _collect() -> Mapping[str, Entry]:
     for name in special.STRUCTURAL:
         add(
             name,
-            Entry("structural", Coverage.STRUCTURAL, whole_rule, "its bodies are tied to its operands and results"),
+            Entry(
+                "structural",
+                Coverage.STRUCTURAL,
+                whole_rule,
+                "its bodies are tied to its operands and results",
+            ),
         )
     for name, reason in special.OPAQUE.items():
         add(name, Entry("opaque", Coverage.OPAQUE, whole_rule, reason))
@@ -106,8 +111,8 @@ def known_primitives() -> Mapping[str, Entry]:
 def rule_of(eqn: Eqn) -> DimRule:
     """The dimension rule of an equation; never raises.
 
-    An unknown primitive, or one whose parameters are not as its rule expects (another jax, an extended shape), links
-    nothing: that costs a layout, never a result.
+    An unknown primitive, or one whose parameters are not as its rule expects (another jax, an
+    extended shape), links nothing: that costs a layout, never a result.
 
     Args:
         eqn: Any equation.

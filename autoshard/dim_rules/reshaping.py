@@ -13,7 +13,8 @@ Group = tuple[list[int], list[int]]
 
 
 def groups_of_equal_size(in_shape: Shape, out_shape: Shape) -> Iterator[Group]:
-    """Yields the shortest runs of dimensions (size > 1) of both shapes that hold equally many elements, in order.
+    """Yields the shortest runs of dimensions (size > 1) of both shapes that hold equally many
+    elements, in order.
 
     >>> list(groups_of_equal_size((6, 5), (2, 3, 1, 5)))
     [([0], [0, 1]), ([1], [3])]
@@ -42,18 +43,23 @@ def groups_of_equal_size(in_shape: Shape, out_shape: Shape) -> Iterator[Group]:
 
 
 def reshape_rule(
-    in_shape: Shape, out_shape: Shape, skip_in: frozenset[int] = frozenset(), skip_out: frozenset[int] = frozenset()
+    in_shape: Shape,
+    out_shape: Shape,
+    skip_in: frozenset[int] = frozenset(),
+    skip_out: frozenset[int] = frozenset(),
 ) -> DimRule:
     """The rule of a reshape, in which the major dimensions of a group of factors are one loop.
 
-    Both shapes are divided into groups of dimensions that hold equally many elements. A dimension that is a group by
-    itself on both sides is unchanged and passes. Otherwise the major (first) dimension of the group on either side
-    share a PASS loop if one size is a multiple of the other: k pieces of the larger are k pieces of the smaller,
-    whenever k divides the smaller. All others are WHOLE.
+    Both shapes are divided into groups of dimensions that hold equally many elements. A dimension
+    that is a group by itself on both sides is unchanged and passes. Otherwise the major (first)
+    dimension of the group on either side share a PASS loop if one size is a multiple of the other:
+    k pieces of the larger are k pieces of the smaller, whenever k divides the smaller. All others
+    are WHOLE.
 
-    A skipped dimension does not take the loop of its group: the next one does. In `(B) -> (n_micro, b)` with
-    `skip_out={0}`, B continues in b. Such a split is not contiguous: a piece of B is not a piece of b, the data moves
-    once; but it is the layout that keeps every trip of the scan over n_micro busy on all devices.
+    A skipped dimension does not take the loop of its group: the next one does. In `(B) -> (n_micro,
+    b)` with `skip_out={0}`, B continues in b. Such a split is not contiguous: a piece of B is not a
+    piece of b, the data moves once; but it is the layout that keeps every trip of the scan over
+    n_micro busy on all devices.
 
     Args:
         in_shape: Shape of the operand.

@@ -20,9 +20,13 @@ def transpose(eqn: Eqn) -> DimRule:
 
 
 def broadcast_in_dim(eqn: Eqn) -> DimRule:
-    """Kept dimensions pass; new ones, and those made of a dimension of size 1, are made by each device itself."""
+    """Kept dimensions pass; new ones, and those made of a dimension of size 1, are made by each
+    device itself.
+    """
     loops = Loops.of(eqn)
-    source = {position: dim for dim, position in enumerate(ints(eqn.params["broadcast_dimensions"]))}
+    source = {
+        position: dim for dim, position in enumerate(ints(eqn.params["broadcast_dimensions"]))
+    }
     for position, size in enumerate(loops.results[0]):
         dim = source.get(position)
         kept = dim is not None and loops.operands[0][dim] == size
@@ -45,18 +49,26 @@ def expand_dims(eqn: Eqn) -> DimRule:
     loops = Loops.of(eqn)
     rank = len(loops.results[0])
     inserted = {dim % rank for dim in ints(eqn.params["dimensions"])}
-    for dim, position in enumerate(position for position in range(rank) if position not in inserted):
+    for dim, position in enumerate(
+        position for position in range(rank) if position not in inserted
+    ):
         loops.add(LoopKind.PASS, [(0, dim)], [(0, position)])
     return loops.rule()
 
 
 def _changed(eqn: Eqn, changed: frozenset[int]) -> DimRule:
-    """Dimension d of operands and results of the same rank correspond: PERMUTED where changed, else PASS."""
+    """Dimension d of operands and results of the same rank correspond: PERMUTED where changed, else
+    PASS.
+    """
     loops = Loops.of(eqn)
     for dim in range(len(loops.operands[0])):
         loops.add(
             LoopKind.PERMUTED if dim in changed else LoopKind.PASS,
-            [(i, dim) for i, shape in enumerate(loops.operands) if len(shape) == len(loops.operands[0])],
+            [
+                (i, dim)
+                for i, shape in enumerate(loops.operands)
+                if len(shape) == len(loops.operands[0])
+            ],
             [(i, dim) for i in range(len(loops.results))],
         )
     return loops.rule()
@@ -75,16 +87,22 @@ def rev(eqn: Eqn) -> DimRule:
 
 def concatenate(eqn: Eqn) -> DimRule:
     """The joined dimension is PERMUTED, unless there is one operand only."""
-    return _changed(eqn, frozenset({int(eqn.params["dimension"])}) if len(eqn.inputs) > 1 else frozenset())
+    return _changed(
+        eqn, frozenset({int(eqn.params["dimension"])}) if len(eqn.inputs) > 1 else frozenset()
+    )
 
 
 def split(eqn: Eqn) -> DimRule:
     """The divided dimension is PERMUTED, unless there is one result only."""
-    return _changed(eqn, frozenset({int(eqn.params["axis"])}) if len(eqn.outputs) > 1 else frozenset())
+    return _changed(
+        eqn, frozenset({int(eqn.params["axis"])}) if len(eqn.outputs) > 1 else frozenset()
+    )
 
 
 def pad(eqn: Eqn) -> DimRule:
-    """Dimensions that are padded (or cut, or dilated) are PERMUTED; operand 1 is the scalar to pad with."""
+    """Dimensions that are padded (or cut, or dilated) are PERMUTED; operand 1 is the scalar to pad
+    with.
+    """
     loops = Loops.of(eqn)
     for dim, edges in enumerate(eqn.params["padding_config"]):
         kind = LoopKind.PERMUTED if any(ints(edges)) else LoopKind.PASS
@@ -115,7 +133,8 @@ def dynamic_slice(eqn: Eqn) -> DimRule:
 
 
 def dynamic_update_slice(eqn: Eqn) -> DimRule:
-    """The operand continues in the result; the update joins where it is as large, else it is needed WHOLE.
+    """The operand continues in the result; the update joins where it is as large, else it is needed
+    WHOLE.
 
     A device keeps its piece of the operand and writes what of the update falls into it.
     """

@@ -42,4 +42,6 @@ def approx_top_k(eqn: Eqn) -> DimRule:
     return _along(eqn, int(eqn.params["reduction_dimension"]))
 
 
-RULES: Mapping[str, Rule] = MappingProxyType({"approx_top_k": approx_top_k, "sort": sort, "top_k": top_k})
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {"approx_top_k": approx_top_k, "sort": sort, "top_k": top_k}
+)

@@ -1,4 +1,6 @@
-"""Bit casts; and the primitives that deliberately link nothing: what ties say of them, or why they are opaque."""
+"""Bit casts; and the primitives that deliberately link nothing: what ties say of them, or why they
+are opaque.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from autoshard.program import Eqn
 
 
 def bitcast_convert_type(eqn: Eqn) -> DimRule:
-    """All dimensions pass but the last of the operand or result that has one more (the parts of an element)."""
+    """All dimensions pass but the last of the operand or result that has one more (the parts of an
+    element).
+    """
     loops = Loops.of(eqn)
     loops.add_prefix(min(len(loops.operands[0]), len(loops.results[0])), (0,), (0,))
     return loops.rule()
@@ -53,14 +57,20 @@ _NO_DATA = """
 """
 
 OPAQUE: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(_COLLECTIVE.split(), "a collective over a manual mesh axis: its operands are already local pieces")
+    dict.fromkeys(
+        _COLLECTIVE.split(),
+        "a collective over a manual mesh axis: its operands are already local pieces",
+    )
     | dict.fromkeys(_CALLBACK.split(), "runs on the host, with the whole array")
     | {"custom_partitioning": "its own partitioning rule decides"}
     | dict.fromkeys(_KERNEL.split(), "a kernel or executable that cannot be looked into")
     | dict.fromkeys(_REFERENCE.split(), "reads or writes a mutable reference")
-    | dict.fromkeys(_NO_DATA.split(), "orders effects or yields scalars; no array passes through it")
+    | dict.fromkeys(
+        _NO_DATA.split(), "orders effects or yields scalars; no array passes through it"
+    )
 )
 """Primitives that link nothing on purpose, each with the reason."""
 
 KERNELS: frozenset[str] = frozenset(_KERNEL.split())
-"""Of these, the ones that the partitioner runs whole on every device unless a shard_map is around them."""
+"""Of these, the ones that the partitioner runs whole on every device unless a shard_map is around
+them."""

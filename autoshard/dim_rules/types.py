@@ -1,8 +1,10 @@
-"""What a dimension rule says: the loops of an equation, and over which loop each dimension of its arrays runs.
+"""What a dimension rule says: the loops of an equation, and over which loop each dimension of its
+arrays runs.
 
-A rule is a claim that can be checked by running it: *cut all dimensions of one loop into pieces together, run the
-primitive on the pieces, and the pieces of the results follow* -- by concatenation (`PASS`), or by combining them
-(`REDUCED`). `PERMUTED` and `WHOLE` loops are those of which this is not true.
+A rule is a claim that can be checked by running it: *cut all dimensions of one loop into pieces
+together, run the primitive on the pieces, and the pieces of the results follow* -- by concatenation
+(`PASS`), or by combining them (`REDUCED`). `PERMUTED` and `WHOLE` loops are those of which this is
+not true.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ from dataclasses import dataclass
 
 
 class LoopKind(enum.StrEnum):
-    """How a loop dimension behaves when it is split over devices (the four kinds of Shardy's own rules).
+    """How a loop dimension behaves when it is split over devices (the four kinds of Shardy's own
+    rules).
 
-    PASS: the same dimension in all its operands and results; a split costs nothing. A loop that occurs in results only
-        (iota, the new dimensions of a broadcast, random bits) is PASS too: every device can make its own part.
-    REDUCED: occurs in operands only; a split leaves a partial result on each device (all_reduce or reduce_scatter).
-    PERMUTED: can be split at the price of a halo or reshard (slice, pad, concatenate, reverse, spatial convolution).
-        The dimensions of operands and results that it covers are *not* the same logical axis.
+    PASS: the same dimension in all its operands and results; a split costs nothing. A loop that
+        occurs in results only (iota, the new dimensions of a broadcast, random bits) is PASS too:
+        every device can make its own part.
+    REDUCED: occurs in operands only; a split leaves a partial result on each device (all_reduce or
+        reduce_scatter).
+    PERMUTED: can be split at the price of a halo or reshard (slice, pad, concatenate, reverse,
+        spatial convolution). The dimensions of operands and results that it covers are *not* the
+        same logical axis.
     WHOLE: must be gathered first (the sorted or transformed dimension, the index vector).
 
     Text, because rules are hashed often, and a plain Enum's hash is computed in Python.
@@ -31,8 +37,9 @@ class LoopKind(enum.StrEnum):
 
 
 PICK = "pick"
-"""How the partial results of argmax and argmin are combined: all devices get all of them, with the values that they
-stand for, and take the best (so does XLA's partitioner with reductions of several operands)."""
+"""How the partial results of argmax and argmin are combined: all devices get all of them, with the
+values that they stand for, and take the best (so does XLA's partitioner with reductions of several
+operands)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,13 @@ class DimRule:
         kinds: The kind of each loop.
         operands: For each operand, the loop of each of its dimensions.
         results: For each result, the loop of each of its dimensions.
-        combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`, `and`, `or`, `xor`, or
-            `PICK`.
-        pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that divide their sizes.
+        combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`,
+            `and`, `or`, `xor`, or `PICK`.
+        pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that
+            divide their sizes.
 
-    A dimension always has a loop. A dimension that is related to nothing has a WHOLE loop of its own.
+    A dimension always has a loop. A dimension that is related to nothing has a WHOLE loop of its
+    own.
     """
 
     kinds: tuple[LoopKind, ...]

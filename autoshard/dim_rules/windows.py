@@ -1,7 +1,8 @@
 """Windows that slide: convolution, reduce_window and its gradients.
 
-A sliding dimension is PERMUTED (a split needs a halo), unless its windows do not overlap and fill it exactly: then a
-split between windows is local, and it passes (patch embeddings, 2x2 pooling, 1x1 convolutions).
+A sliding dimension is PERMUTED (a split needs a halo), unless its windows do not overlap and fill
+it exactly: then a split between windows is local, and it passes (patch embeddings, 2x2 pooling, 1x1
+convolutions).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def tiles_exactly(
     base_dilation: int = 1,
     window_dilation: int = 1,
 ) -> bool:
-    """Whether `windows` windows, `stride` apart, divide a dimension of `size` among them without sharing an element.
+    """Whether `windows` windows, `stride` apart, divide a dimension of `size` among them without
+    sharing an element.
 
     >>> tiles_exactly(size=8, windows=4, window=2, stride=2)
     True
@@ -31,15 +33,22 @@ def tiles_exactly(
     False
     """
     reach = (window - 1) * window_dilation + 1
-    return base_dilation == 1 and tuple(padding) == (0, 0) and reach <= stride and size == windows * stride
+    return (
+        base_dilation == 1
+        and tuple(padding) == (0, 0)
+        and reach <= stride
+        and size == windows * stride
+    )
 
 
 def conv_general_dilated(eqn: Eqn) -> DimRule:
-    """Batch and output features pass, input features are reduced, space is PERMUTED or passes (see `tiles_exactly`).
+    """Batch and output features pass, input features are reduced, space is PERMUTED or passes (see
+    `tiles_exactly`).
 
-    With groups (of features or of the batch) the group is the major factor of three dimensions: input features (or
-    batch) of the left operand, output features of the kernel, output features of the result; they share a PASS loop,
-    which is exact for splits that divide the number of groups. What is left inside a group is WHOLE.
+    With groups (of features or of the batch) the group is the major factor of three dimensions:
+    input features (or batch) of the left operand, output features of the kernel, output features of
+    the result; they share a PASS loop, which is exact for splits that divide the number of groups.
+    What is left inside a group is WHOLE.
 
     A kernel as large as the image, without padding, is a contraction over space: REDUCED.
     """
@@ -47,7 +56,10 @@ def conv_general_dilated(eqn: Eqn) -> DimRule:
     params = eqn.params
     numbers = params["dimension_numbers"]
     image, kernel, out = ints(numbers.lhs_spec), ints(numbers.rhs_spec), ints(numbers.out_spec)
-    feature_groups, batch_groups = int(params["feature_group_count"]), int(params["batch_group_count"])
+    feature_groups, batch_groups = (
+        int(params["feature_group_count"]),
+        int(params["batch_group_count"]),
+    )
 
     out_features: list[Place] = [(1, kernel[0])]
     if batch_groups > 1:
@@ -76,13 +88,14 @@ def conv_general_dilated(eqn: Eqn) -> DimRule:
 
 
 def _slides(eqn: Eqn, operands: tuple[int, ...], windowed: tuple[int, int]) -> DimRule:
-    """The rule of a primitive whose listed operands and results all have one rank, one window for all.
+    """The rule of a primitive whose listed operands and results all have one rank, one window for
+    all.
 
     Args:
         eqn: With the parameters of `reduce_window`.
         operands: Positions of operands that have dimensions.
-        windowed: Shapes (position among operands then results) of which the first is divided into windows, and of
-            which the second has an element per window.
+        windowed: Shapes (position among operands then results) of which the first is divided into
+            windows, and of which the second has an element per window.
     """
     loops = Loops.of(eqn)
     shapes = loops.operands + loops.results
@@ -111,12 +124,16 @@ def reduce_window(eqn: Eqn) -> DimRule:
 
 
 def select_and_scatter(eqn: Eqn) -> DimRule:
-    """(operand, source, initial value) -> a result of the operand's shape; the source has an element per window."""
+    """(operand, source, initial value) -> a result of the operand's shape; the source has an
+    element per window.
+    """
     return _slides(eqn, (0, 1), windowed=(0, 1))
 
 
 def select_and_scatter_add(eqn: Eqn) -> DimRule:
-    """(source, operand) -> a result of the operand's shape; the source has an element per window."""
+    """(source, operand) -> a result of the operand's shape; the source has an element per
+    window.
+    """
     return _slides(eqn, (0, 1), windowed=(1, 0))
 
 

@@ -1,10 +1,12 @@
 """How far predictions are from the compiled program: `make bench-accuracy`, or
 
-    python -m tests.benchmarks.accuracy --models gpt2,llama --meshes 4x2 --layouts 6 --cache evidence.jsonl --out a.json
+    python -m tests.benchmarks.accuracy --models gpt2,llama --meshes 4x2 --layouts 6 --cache
+    evidence.jsonl --out a.json
 
-For each model, mesh and layout (random distinct ones beside the presets): predicted, partitioned and compiled bytes of
-the collectives by kind, predicted and compiled peak memory. Prints a table, and writes every row as JSON. `--plots`
-draws the scatter plots (needs the `report` extra). Seconds are measured by `tests.benchmarks.times`.
+For each model, mesh and layout (random distinct ones beside the presets): predicted, partitioned
+and compiled bytes of the collectives by kind, predicted and compiled peak memory. Prints a table,
+and writes every row as JSON. `--plots` draws the scatter plots (needs the `report` extra). Seconds
+are measured by `tests.benchmarks.times`.
 """
 
 from __future__ import annotations
@@ -28,13 +30,20 @@ from tests.benchmarks.suite import MESHES, MODELS, setting
 
 Row = dict[str, Any]
 FLOOR_BYTES = 1024
-"""Errors are relative to the compiled bytes, or to this: a scalar's all_reduce is no error of 100 %."""
+"""Errors are relative to the compiled bytes, or to this: a scalar's all_reduce is no error of 100
+%."""
 COUNTS = 0.02
 """Kinds with at least this share of the bytes must be predicted."""
 
 
 def rows_of(
-    model: str, mesh: str, layouts: int, store: EvidenceStore, *, only_known: bool = False, seed: int = 0
+    model: str,
+    mesh: str,
+    layouts: int,
+    store: EvidenceStore,
+    *,
+    only_known: bool = False,
+    seed: int = 0,
 ) -> Iterable[Row]:
     """A row for each layout of a model on a mesh that compiles."""
     made = setting(model, mesh)
@@ -101,7 +110,10 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     preset_rows = [r for r in rows if r["preset"]] or list(rows)
 
     def quantiles(name: str, errors: Sequence[float]) -> dict[str, float]:
-        return {f"{name}_median": float(np.median(errors)), f"{name}_p95": float(np.quantile(errors, 0.95))}
+        return {
+            f"{name}_median": float(np.median(errors)),
+            f"{name}_p95": float(np.quantile(errors, 0.95)),
+        }
 
     parted = [r for r in random_rows if r["partitioned"] is not None] or random_rows
     return {
@@ -109,9 +121,13 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         **quantiles("bytes", [bytes_error(r) for r in random_rows]),
         **quantiles("preset_bytes", [bytes_error(r) for r in preset_rows]),
         **quantiles("partitioned_bytes", [bytes_error(r, "partitioned") for r in parted]),
-        "kinds_right": float(np.mean([kinds(r, "predicted") == kinds(r, "compiled") for r in rows])),
+        "kinds_right": float(
+            np.mean([kinds(r, "predicted") == kinds(r, "compiled") for r in rows])
+        ),
         **quantiles("memory", [memory_error(r) for r in rows]),
-        "memory_bias": float(np.median([r["predicted_peak_bytes"] / r["memory"]["peak_bytes"] - 1 for r in rows])),
+        "memory_bias": float(
+            np.median([r["predicted_peak_bytes"] / r["memory"]["peak_bytes"] - 1 for r in rows])
+        ),
         "spearman": rank(random_rows),
         "memory_spearman": _spearman(
             [r["predicted_peak_bytes"] for r in rows], [r["memory"]["peak_bytes"] for r in rows]
@@ -122,17 +138,20 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 def table(rows: Sequence[Row]) -> str:
     """The printed table: a line for each model and mesh, and one for all."""
     head = (
-        "model             mesh   layouts |  bytes: med   p95  rank  presets  kinds | part. med   p95 | "
+        "model             mesh   layouts |  bytes: med   p95  rank  presets  kinds | part. med   "
+        "p95 | "
         "memory: med   p95   bias  rank"
     )
     lines = [head, "-" * len(head)]
 
     def line(model: str, mesh: str, f: dict[str, float]) -> str:
         return (
-            f"{model:17} {mesh:6} {f['layouts']:7.0f} | {f['bytes_median']:11.1%} {f['bytes_p95']:5.0%} "
+            f"{model:17} {mesh:6} {f['layouts']:7.0f} | {f['bytes_median']:11.1%} "
+            f"{f['bytes_p95']:5.0%} "
             f"{f['spearman']:5.2f} {f['preset_bytes_median']:8.1%} {f['kinds_right']:6.0%} | "
             f"{f['partitioned_bytes_median']:9.1%} {f['partitioned_bytes_p95']:5.0%} | "
-            f"{f['memory_median']:11.1%} {f['memory_p95']:5.0%} {f['memory_bias']:+6.0%} {f['memory_spearman']:5.2f}"
+            f"{f['memory_median']:11.1%} {f['memory_p95']:5.0%} {f['memory_bias']:+6.0%} "
+            f"{f['memory_spearman']:5.2f}"
         )
 
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -149,16 +168,24 @@ def table(rows: Sequence[Row]) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--meshes", default=",".join(MESHES))
-    parser.add_argument("--layouts", type=int, default=20, help="random layouts for each model and mesh")
+    parser.add_argument(
+        "--layouts", type=int, default=20, help="random layouts for each model and mesh"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random layouts")
     parser.add_argument("--cache", type=Path, help="file of evidence: read, and added to")
-    parser.add_argument("--only-known", action="store_true", help="compile nothing: only what is in the cache")
+    parser.add_argument(
+        "--only-known", action="store_true", help="compile nothing: only what is in the cache"
+    )
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--plots", type=Path, help="write the scatter plots to this PNG")
-    parser.add_argument("--worst", type=int, default=0, help="print so many rows with the largest errors")
+    parser.add_argument(
+        "--worst", type=int, default=0, help="print so many rows with the largest errors"
+    )
     return parser
 
 
@@ -170,18 +197,25 @@ def main() -> None:
     rows: list[Row] = []
     for model in chosen.models.split(","):
         for mesh in chosen.meshes.split(","):
-            rows += rows_of(model, mesh, chosen.layouts, store, only_known=chosen.only_known, seed=chosen.seed)
+            rows += rows_of(
+                model, mesh, chosen.layouts, store, only_known=chosen.only_known, seed=chosen.seed
+            )
             print(f"{model} {mesh}: {len(rows)} rows", flush=True)
     print(table(rows))
     for error, label in ((memory_error, "memory"), (bytes_error, "bytes")):
         for row in sorted(rows, key=error, reverse=True)[: chosen.worst]:
             print(
-                f"{label} {error(row):5.0%} {row['model']} {row['mesh']} {row['name']} {' '.join(row['rules'])}\n"
-                f"   bytes {row['predicted']} compiled {row['compiled']} peak {row['predicted_peak_bytes']:,} "
+                f"{label} {error(row):5.0%} {row['model']} {row['mesh']} {row['name']} "
+                f"{' '.join(row['rules'])}\n"
+                f"   bytes {row['predicted']} compiled {row['compiled']} peak "
+                f"{row['predicted_peak_bytes']:,} "
                 f"compiled {row['memory']['peak_bytes']:,}"
             )
     if chosen.out is not None:
-        chosen.out.write_text(json.dumps({"jax": jax.__version__, "all": figures(rows), "rows": rows}, indent=1) + "\n")
+        chosen.out.write_text(
+            json.dumps({"jax": jax.__version__, "all": figures(rows), "rows": rows}, indent=1)
+            + "\n"
+        )
     if chosen.plots is not None:
         from tests.benchmarks.plots import scatter
 

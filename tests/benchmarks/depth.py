@@ -1,9 +1,11 @@
-"""How the search grows with depth: `python -m tests.benchmarks.depth --layers 12,32,96 --out depth.json`.
+"""How the search grows with depth: `python -m tests.benchmarks.depth --layers 12,32,96 --out
+depth.json`.
 
-Llama-3-8B, layers written out, AdamW, on 16x16: seconds of every stage after tracing, and candidates a second when
-20,000 layouts are predicted at once, memory included. Medians of `--repeats` runs in one process (the garbage of
-earlier ones slows later ones), on a machine that does nothing else. Machines differ much in how fast
-they run Python, so all of it is also given as a multiple of what jax itself takes to trace the step.
+Llama-3-8B, layers written out, AdamW, on 16x16: seconds of every stage after tracing, and
+candidates a second when 20,000 layouts are predicted at once, memory included. Medians of
+`--repeats` runs in one process (the garbage of earlier ones slows later ones), on a machine that
+does nothing else. Machines differ much in how fast they run Python, so all of it is also given as a
+multiple of what jax itself takes to trace the step.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    table = Table("layers", "equations", "trace", "axes", "roles", "tables", "search", "after tracing")
+    table = Table(
+        "layers", "equations", "trace", "axes", "roles", "tables", "search", "after tracing"
+    )
     table.add_column("/ trace")
     table.add_column("predictions/s")
     found = []
@@ -118,11 +122,16 @@ def main() -> None:
         median = {s: statistics.median(r["seconds"][s] for r in runs) for s in runs[0]["seconds"]}
         total_s = sum(s for stage, s in median.items() if stage != "trace")
         rate = statistics.median(r["predictions_per_s"] for r in runs)
-        found.append({**runs[0], "seconds": median, "predictions_per_s": rate, "after_tracing_s": total_s})
+        found.append(
+            {**runs[0], "seconds": median, "predictions_per_s": rate, "after_tracing_s": total_s}
+        )
         cells = [f"{s:.2f}" for s in (*median.values(), total_s, total_s / median["trace"])]
         table.add_row(str(layers), str(runs[0]["equations"]), *cells, f"{rate:,.0f}")
     Console(width=120).print(table)
-    print(f"peak {found[-1]['peak_rss_bytes'] / 2**20:.0f} MiB; best at the last: {found[-1]['rules']}")
+    print(
+        f"peak {found[-1]['peak_rss_bytes'] / 2**20:.0f} MiB; best at the last: "
+        f"{found[-1]['rules']}"
+    )
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
 

@@ -1,4 +1,5 @@
-"""Compiled and partitioned evidence of layouts, kept in a JSON-lines file: compiles are costly and repeat exactly."""
+"""Compiled and partitioned evidence of layouts, kept in a JSON-lines file: compiles are costly and
+repeat exactly."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def key_of(made: Prepared, layout: Layout) -> str:
     return hashlib.blake2b(repr(given).encode(), digest_size=12).hexdigest()
 
 
-def gather(made: Prepared, layout: Layout, options: CompilerOptions | None = None) -> tuple[Evidence, Any]:
+def gather(
+    made: Prepared, layout: Layout, options: CompilerOptions | None = None
+) -> tuple[Evidence, Any]:
     """Partitions and compiles a layout; the evidence, and the executable."""
     mesh = made.request.mesh
     built = build(made.traced, layout, mesh)

@@ -1,4 +1,5 @@
-"""Llama-3-8B as a train step with AdamW, layers written out, arguments abstract: the deep program of the benchmarks."""
+"""Llama-3-8B as a train step with AdamW, layers written out, arguments abstract: the deep program
+of the benchmarks."""
 
 from __future__ import annotations
 
@@ -51,14 +52,17 @@ def _block(x: Any, w: Any, groups: int) -> Any:
     q = q.reshape(*q.shape[:2], -1, groups, q.shape[-1])
     scores = jnp.einsum("bsgrk,btgk->bgrst", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones((x.shape[1],) * 2, bool)), scores, -1e9)
-    mixed = jnp.einsum("bgrst,btgk->bsgrk", jax.nn.softmax(scores.astype(jnp.float32), -1).astype(x.dtype), v)
+    mixed = jnp.einsum(
+        "bgrst,btgk->bsgrk", jax.nn.softmax(scores.astype(jnp.float32), -1).astype(x.dtype), v
+    )
     x = x + jnp.einsum("bshk,hkd->bsd", mixed.reshape(*x.shape[:2], *w["wo"].shape[:2]), w["wo"])
     h = _rms(x, w["n2"])
     return x + (jax.nn.silu(h @ w["w1"]) * (h @ w["w3"])) @ w["w2"]
 
 
 def train_step(sizes: Sizes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step and its abstract arguments (parameters, optimizer state, tokens); donate the first two."""
+    """The step and its abstract arguments (parameters, optimizer state, tokens); donate the first
+    two."""
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)

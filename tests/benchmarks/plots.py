@@ -8,7 +8,8 @@ from typing import Any
 
 
 def scatter(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Predicted against compiled bytes and peaks, and partitioned against compiled bytes, as one PNG."""
+    """Predicted against compiled bytes and peaks, and partitioned against compiled bytes, as one
+    PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,8 +20,18 @@ def scatter(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     panels = (
         ("bytes sent", "predicted", lambda r: sent(r, "predicted"), lambda r: sent(r, "compiled")),
-        ("bytes sent", "partitioned", lambda r: sent(r, "partitioned"), lambda r: sent(r, "compiled")),
-        ("peak bytes", "predicted", lambda r: r["predicted_peak_bytes"], lambda r: r["memory"]["peak_bytes"]),
+        (
+            "bytes sent",
+            "partitioned",
+            lambda r: sent(r, "partitioned"),
+            lambda r: sent(r, "compiled"),
+        ),
+        (
+            "peak bytes",
+            "predicted",
+            lambda r: r["predicted_peak_bytes"],
+            lambda r: r["memory"]["peak_bytes"],
+        ),
     )
     figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 5), layout="constrained")
     models = list(dict.fromkeys(r["model"] for r in rows))

@@ -1,8 +1,9 @@
 """Optuna's samplers alone, where the best is known: `python -m tests.benchmarks.samplers`.
 
-No presets, no descent. For each problem of `tests/search/test_regret.py` on one mesh and each seed: how much longer
-than the best of every rule list the best of the first 40 and of 200 points takes that a sampler asks for, and in how
-many it is the best itself. The Gaussian process sampler needs torch, and is left out where there is none.
+No presets, no descent. For each problem of `tests/search/test_regret.py` on one mesh and each seed:
+how much longer than the best of every rule list the best of the first 40 and of 200 points takes
+that a sampler asks for, and in how many it is the best itself. The Gaussian process sampler needs
+torch, and is left out where there is none.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ SAMPLERS: Mapping[str, Callable[[int], Any]] = MappingProxyType(
         "random": lambda seed: optuna.samplers.RandomSampler(seed=seed),
         "TPE, one by one": lambda seed: optuna.samplers.TPESampler(seed=seed, multivariate=False),
         "TPE, multivariate": lambda seed: optuna.samplers.TPESampler(seed=seed, multivariate=True),
-        "TPE, grouped": lambda seed: optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True),
+        "TPE, grouped": lambda seed: optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True
+        ),
         "NSGA-II": lambda seed: optuna.samplers.NSGAIISampler(seed=seed, population_size=20),
         "GP": lambda seed: optuna.samplers.GPSampler(seed=seed, deterministic_objective=True),
     }
@@ -42,7 +45,10 @@ def bests(space: Space, predictor: Predictor, sampler: Any) -> list[float]:
     found: list[float] = []
     for _ in range(max(AFTER)):
         trial = study.ask()
-        point = {name: trial.suggest_categorical(name, list(values)) for name, values in space.parameters().items()}
+        point = {
+            name: trial.suggest_categorical(name, list(values))
+            for name, values in space.parameters().items()
+        }
         index = predictor.placements.of_rules([rules_of(space.decode(point))])
         found.append(float(predictor.predict_many(index).time_s[0]))
         study.tell(trial, found[-1])
@@ -51,7 +57,9 @@ def bests(space: Space, predictor: Predictor, sampler: Any) -> list[float]:
 
 def main() -> None:
     """Runs and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mesh", choices=sorted(HARDWARE), default="4x2")
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
@@ -63,9 +71,14 @@ def main() -> None:
     for case in CASES:
         made = of_case(case, options.mesh)
         best_s = proposals(made, hardware, enumerate_at_most=1_000_000).ranked[0].prediction.time_s
-        predictor = Predictor(made.problem, hardware, made.traced.call.donated, backend_for(hardware.name))
+        predictor = Predictor(
+            made.problem, hardware, made.traced.call.donated, backend_for(hardware.name)
+        )
         problems.append((make_space(made.problem), predictor, best_s))
-    print(f"{len(problems)} problems on {options.mesh}, {options.seeds} seeds; best found / best of all")
+    print(
+        f"{len(problems)} problems on {options.mesh}, {options.seeds} seeds; best found / best of "
+        f"all"
+    )
     for name, make in SAMPLERS.items():
         began_s = time.process_time()
         try:
@@ -80,8 +93,13 @@ def main() -> None:
         asked_s = (time.process_time() - began_s) / len(runs) / max(AFTER)
         for count, regrets in zip(AFTER, zip(*runs, strict=True), strict=True):
             hits = sum(r <= 1 + 1e-6 for r in regrets)
-            text = f"median {median(regrets):.3f}, mean {mean(regrets):.3f}, worst {max(regrets):.2f}"
-            print(f"{name:18} after {count:3}: {text}, the best itself in {hits} of {len(regrets)}", flush=True)
+            text = (
+                f"median {median(regrets):.3f}, mean {mean(regrets):.3f}, worst {max(regrets):.2f}"
+            )
+            print(
+                f"{name:18} after {count:3}: {text}, the best itself in {hits} of {len(regrets)}",
+                flush=True,
+            )
         print(f"{name:18} {asked_s * 1e3:.1f} ms of CPU a point")
 
 

@@ -1,4 +1,5 @@
-"""What the accuracy of the predictor is measured on: models, meshes, and random distinct layouts beside the presets."""
+"""What the accuracy of the predictor is measured on: models, meshes, and random distinct layouts
+beside the presets."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def transformer() -> WholeModel:
     return WholeModel(made["fn"], made["example_args"], made["donate_argnums"])
 
 
-MODELS: Mapping[str, Callable[[], WholeModel]] = MappingProxyType({"transformer": transformer, **WHOLE_MODELS})
+MODELS: Mapping[str, Callable[[], WholeModel]] = MappingProxyType(
+    {"transformer": transformer, **WHOLE_MODELS}
+)
 MESHES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {"8": {"data": 8}, "4x2": {"data": 4, "model": 2}, "2x2x2": {"data": 2, "fsdp": 2, "model": 2}}
 )
@@ -72,13 +75,16 @@ class Setting:
             if layout.key() not in seen:
                 seen.add(layout.key())
                 yield Case(preset.name, layout, preset=True)
-        drawn = random_layouts(problem, f"{self.model} {self.mesh} {seed}", ATTEMPTS * layouts, seen)
+        drawn = random_layouts(
+            problem, f"{self.model} {self.mesh} {seed}", ATTEMPTS * layouts, seen
+        )
         for number, layout in enumerate(itertools.islice(drawn, layouts)):
             yield Case(f"random-{number}", layout, preset=False)
 
 
 def random_layouts(problem: Problem, seed: str, attempts: int, seen: set[str]) -> Iterator[Layout]:
-    """Layouts of random rules, distinct, and not among those whose keys were seen (to which theirs are added)."""
+    """Layouts of random rules, distinct, and not among those whose keys were seen (to which theirs
+    are added)."""
     names = sorted(r.name for r in problem.roles.roles if not r.scanned)
     pairs = [AxisRule(name, axis) for name in names for axis in problem.mesh_axes]
     rng = random.Random(seed)

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.times --models transformer --meshes 4x2 --layouts 10 --out times.json
 
-Layouts run interleaved, twice over; the rank correlation of the two repetitions says how much noise there is. Where
-that is much, a rank can be had for the compiled evidence: predicted compute, the compiled program's own collectives.
-The last line says for how many models and meshes the best is among the three that are predicted best, and for how
-many one of them is within 5 % of it.
+Layouts run interleaved, twice over; the rank correlation of the two repetitions says how much noise
+there is. Where that is much, a rank can be had for the compiled evidence: predicted compute, the
+compiled program's own collectives. The last line says for how many models and meshes the best is
+among the three that are predicted best, and for how many one of them is within 5 % of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def times_of(made: Setting, hardware: Hardware, layouts: int) -> dict[str, Any]:
         predictions = [predictor.predict(cases[name]) for name in names]
         predicted = [found.time_s for found in predictions]
         by_evidence = [
-            found.compute_s + sum(summary_s(predictor.hardware, predictor.problem.mesh_axes, c) for c in evidence[name])
+            found.compute_s
+            + sum(
+                summary_s(predictor.hardware, predictor.problem.mesh_axes, c)
+                for c in evidence[name]
+            )
             for name, found in zip(names, predictions, strict=True)
         ]  # the collectives of XLA:CPU block
         best = min(measured[i] for i in np.argsort(predicted)[:BEST])
@@ -79,7 +83,9 @@ def times_of(made: Setting, hardware: Hardware, layouts: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs; see the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="transformer,gpt2,llama")
     parser.add_argument("--meshes", default="4x2")
     parser.add_argument("--layouts", type=int, default=10)
@@ -91,14 +97,19 @@ def main() -> None:
         hardware = None
         for model in chosen.models.split(","):
             made = setting(model, mesh)
-            hardware = hardware or calibrate(made.made.request.mesh.auto, dtypes=("float32",)).hardware
+            hardware = (
+                hardware or calibrate(made.made.request.mesh.auto, dtypes=("float32",)).hardware
+            )
             one = times_of(made, hardware, chosen.layouts)
             found.append(one)
             fit, preset, noise = one["calibrated"], one["preset"], one["rank_of_two_repetitions"]
             print(
-                f"{model} {mesh}: {len(one['names'])} layouts, rank {fit['rank']:.2f} (preset {preset['rank']:.2f}, "
-                f"two repetitions {noise:.2f}, with compiled evidence {fit['rank_with_compiled']:.2f}, that with "
-                f"the clock {fit['compiled_with_measured']:.2f}), median |log error| {fit['median_log_error']:.2f} "
+                f"{model} {mesh}: {len(one['names'])} layouts, rank {fit['rank']:.2f} (preset "
+                f"{preset['rank']:.2f}, "
+                f"two repetitions {noise:.2f}, with compiled evidence "
+                f"{fit['rank_with_compiled']:.2f}, that with "
+                f"the clock {fit['compiled_with_measured']:.2f}), median |log error| "
+                f"{fit['median_log_error']:.2f} "
                 f"(preset {preset['median_log_error']:.2f}), best of predicted {BEST}: "
                 f"{fit['best_of_predicted_3']:.2f} of the best",
                 flush=True,
@@ -107,7 +118,8 @@ def main() -> None:
     good, best = sum(ratio <= CLOSE for ratio in ratios), sum(ratio == 1.0 for ratio in ratios)
     rank = np.median([one["calibrated"]["rank"] for one in found])
     print(
-        f"median rank {rank:.2f}; the best is among the predicted {BEST} in {best} of {len(found)}, one within "
+        f"median rank {rank:.2f}; the best is among the predicted {BEST} in {best} of "
+        f"{len(found)}, one within "
         f"{CLOSE - 1:.0%} of it in {good}"
     )
     if chosen.out is not None:

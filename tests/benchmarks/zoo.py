@@ -1,17 +1,20 @@
-"""Found plans against presets: `python -m tests.benchmarks.zoo --out zoo.json` (some: `--problems mixtral@h100:4x8`).
+"""Found plans against presets: `python -m tests.benchmarks.zoo --out zoo.json` (some: `--problems
+mixtral@h100:4x8`).
 
-Models at the sizes at which people train and serve them, on 8 to 64 GPUs, arguments abstract; nothing is executed. For
-each: every preset with constraints inside and as in/out shardings only (what people do today), and the found plan, all
-compiled for CPU devices and priced alike: the compiled collectives on the links of the hardware, and predicted compute.
-A preset of which the model says that it needs more than `HOPELESS` times the memory is not compiled. Where
+Models at the sizes at which people train and serve them, on 8 to 64 GPUs, arguments abstract;
+nothing is executed. For each: every preset with constraints inside and as in/out shardings only
+(what people do today), and the found plan, all compiled for CPU devices and priced alike: the
+compiled collectives on the links of the hardware, and predicted compute. A preset of which the
+model says that it needs more than `HOPELESS` times the memory is not compiled. Where
 google-parallax is installed (`pip install google-parallax`), it is asked too.
 
-The memory budget of every problem is the memory of its device. No problem fits there replicated; that is asserted by
-prediction. On 16 devices or more the first mesh axis goes over the network, the second over NVLink.
+The memory budget of every problem is the memory of its device. No problem fits there replicated;
+that is asserted by prediction. On 16 devices or more the first mesh axis goes over the network, the
+second over NVLink.
 
-`--out` is kept up to date: what is compiled is not compiled again, and searches that are in it are not repeated
-(`--again` repeats the searches; `--cache` names a folder for jax's compilation cache, which saves most of their time).
-`--table` writes the table as Markdown.
+`--out` is kept up to date: what is compiled is not compiled again, and searches that are in it are
+not repeated (`--again` repeats the searches; `--cache` names a folder for jax's compilation cache,
+which saves most of their time). `--table` writes the table as Markdown.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Machine code is not looked at; collectives and memory stay the same without the time that LLVM takes.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Machine code is not looked at; collectives and memory stay the same without the time that LLVM
+# takes.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 from jax.sharding import NamedSharding
@@ -91,13 +97,20 @@ class Bench:
         self.hardware = hardware_for(part).with_far_axes(far)
         self._whole = MODELS[model]()
         self._mesh = mesh_of(**dict(zip(AXES[len(sizes)], sizes, strict=True)))
-        self._made = prepared(self._whole.step, self._whole.args, self._mesh, donate_argnums=self._whole.donate)
-        self.predictor = Predictor(self._made.problem, self.hardware, self._made.traced.call.donated, CPU)
-        assert self.predictor.predict(Layout(self._made.problem, ())).peak_bytes > self.hardware.memory_bytes
+        self._made = prepared(
+            self._whole.step, self._whole.args, self._mesh, donate_argnums=self._whole.donate
+        )
+        self.predictor = Predictor(
+            self._made.problem, self.hardware, self._made.traced.call.donated, CPU
+        )
+        assert (
+            self.predictor.predict(Layout(self._made.problem, ())).peak_bytes
+            > self.hardware.memory_bytes
+        )
 
     def _seconds(self, layout: Layout, text: str) -> float:
-        """Seconds of a step: predicted compute (a layout for arguments only: of its least rules), and its program's
-        collectives."""
+        """Seconds of a step: predicted compute (a layout for arguments only: of its least rules),
+        and its program's collectives."""
         shown = layout if layout.inside else Shortener(self.predictor.placements).shorten(layout)
         ops = read_collectives(text, self._made.request.mesh.axes)
         return step_s(self.predictor, self.predictor.predict(shown).compute_s, ops)
@@ -148,7 +161,8 @@ class Bench:
     def parallax(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """What google-parallax says, compiled and priced in the same way; why it says nothing.
 
-        Compute is that of the found plan, times how many more flops the compiler counts (there is no loop to miscount).
+        Compute is that of the found plan, times how many more flops the compiler counts (there is
+        no loop to miscount).
         """
         try:
             from parallax.sharding.auto_shard import get_shardings
@@ -159,19 +173,34 @@ class Bench:
             with jax.set_mesh(self._mesh):
                 inputs, outputs = get_shardings(self._whole.step, params, *rest)
         except Exception as error:
-            return {"refused": f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"}
-        given, made = (jax.tree.map(partial(NamedSharding, self._mesh), specs) for specs in (inputs, outputs))
-        step = jax.jit(self._whole.step, in_shardings=given, out_shardings=made, donate_argnums=self._whole.donate)
+            return {
+                "refused": f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+            }
+        given, made = (
+            jax.tree.map(partial(NamedSharding, self._mesh), specs) for specs in (inputs, outputs)
+        )
+        step = jax.jit(
+            self._whole.step,
+            in_shardings=given,
+            out_shardings=made,
+            donate_argnums=self._whole.donate,
+        )
         executable = step.lower(*self._whole.args).compile()
-        reading = read_program(executable.as_text() or "", figures_of(executable, 0.0), "", self._made.request.mesh)
+        reading = read_program(
+            executable.as_text() or "", figures_of(executable, 0.0), "", self._made.request.mesh
+        )
         compute_s = found["compute_s"] * reading.figures.flops / found["flops"]
         evidence = evidence_of(reading, self._made.request.mesh, None)
-        return {"s": step_s(self.predictor, compute_s, reading.ops), "peak_bytes": evidence.peak_bytes}
+        return {
+            "s": step_s(self.predictor, compute_s, reading.ops),
+            "peak_bytes": evidence.peak_bytes,
+        }
 
 
 @dataclass(frozen=True)
 class Row:
-    """A problem as the table shows it; ratios are a preset's compiled seconds over the found plan's."""
+    """A problem as the table shows it; ratios are a preset's compiled seconds over the found
+    plan's."""
 
     name: str
     found: Mapping[str, Any]
@@ -182,7 +211,11 @@ class Row:
     def of(cls, name: str, problem: Problem) -> Row:
         """Reads what was kept."""
         budget_bytes = problem["budget_bytes"]
-        fits = {n: e["s"] for n, e in problem["experts"].items() if e.get("peak_bytes", math.inf) <= budget_bytes}
+        fits = {
+            n: e["s"]
+            for n, e in problem["experts"].items()
+            if e.get("peak_bytes", math.inf) <= budget_bytes
+        }
         plain = {n: s for n, s in fits.items() if n.endswith(ARGUMENTS)}
         best, only = (min(d.items(), key=lambda item: item[1], default=None) for d in (fits, plain))
         return cls(name, problem["found"], best, only)
@@ -197,7 +230,11 @@ class Row:
 
         def text(expert: tuple[str, float] | None) -> list[str]:
             ratio = self.ratio(expert)
-            return ["none fits", ""] if expert is None else [f"{expert[0]} {expert[1] * 1e3:.4g}", f"{ratio:.2f}"]
+            return (
+                ["none fits", ""]
+                if expert is None
+                else [f"{expert[0]} {expert[1] * 1e3:.4g}", f"{ratio:.2f}"]
+            )
 
         found = f"{self.found['s'] * 1e3:.4g}" if "s" in self.found else "none"
         bound = f"{self.found['bound']:.0%}" if "bound" in self.found else ""
@@ -218,14 +255,18 @@ def lines(rows: list[Row]) -> Iterator[str]:
     yield ""
     for title, ratios in (
         ("best preset that fits / found", {row.name: row.ratio(row.best) for row in rows}),
-        ("fastest fitting preset as arguments only / found", {row.name: row.ratio(row.plain) for row in rows}),
+        (
+            "fastest fitting preset as arguments only / found",
+            {row.name: row.ratio(row.plain) for row in rows},
+        ),
     ):
         known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
         mean = math.exp(sum(math.log(max(r, 1e-3)) for r in known.values()) / max(len(known), 1))
         losses = [f"{name} ({ratio:.2f})" for name, ratio in known.items() if ratio < 1 / SAME]
         ties = [name for name, ratio in known.items() if 1 / SAME <= ratio <= SAME]
         yield (
-            f"{title}: geometric mean {mean:.2f} of {len(known)}; losses {len(losses)} {', '.join(losses)}; "
+            f"{title}: geometric mean {mean:.2f} of {len(known)}; losses {len(losses)} "
+            f"{', '.join(losses)}; "
             f"ties {len(ties)}: {', '.join(ties)}\n"
         )
     close = sum(row.found.get("bound", 0) >= 1 / 1.25 for row in rows)
@@ -240,9 +281,12 @@ def peer_lines(kept: Mapping[str, Problem], names: list[str]) -> Iterator[str]:
         if "refused" in said:
             refused.setdefault(said["refused"], []).append(name)
         elif "s" in found:
-            fits = "" if said["peak_bytes"] <= kept[name]["budget_bytes"] else ", which does not fit,"
+            fits = (
+                "" if said["peak_bytes"] <= kept[name]["budget_bytes"] else ", which does not fit,"
+            )
             yield (
-                f"google-parallax on {name}: {said['s'] * 1e3:.4g} ms{fits} with {said['peak_bytes'] / 2**30:.1f} GiB "
+                f"google-parallax on {name}: {said['s'] * 1e3:.4g} ms{fits} with "
+                f"{said['peak_bytes'] / 2**30:.1f} GiB "
                 f"a device; google-parallax / found {said['s'] / found['s']:.2f}"
             )
     for reason, those in refused.items():
@@ -251,7 +295,9 @@ def peer_lines(kept: Mapping[str, Problem], names: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Runs, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", default=",".join(PROBLEMS))
     parser.add_argument("--again", action="store_true", help="search again")
     parser.add_argument("--out", type=Path, default=Path("zoo.json"))
@@ -275,8 +321,12 @@ def main() -> None:
         problem["found"] = bench.search()
         problem["parallax"] = bench.parallax(problem["found"])
         options.out.write_text(json.dumps(kept, indent=1))
-        print(*Row.of(name, problem).cells, f"{problem['found'].get('search_s', 0):.0f} s", flush=True)
-    text = "\n".join([*lines([Row.of(name, kept[name]) for name in wanted]), "", *peer_lines(kept, wanted)])
+        print(
+            *Row.of(name, problem).cells, f"{problem['found'].get('search_s', 0):.0f} s", flush=True
+        )
+    text = "\n".join(
+        [*lines([Row.of(name, kept[name]) for name in wanted]), "", *peer_lines(kept, wanted)]
+    )
     print(text)
     if options.table:
         options.table.write_text(text + "\n")

@@ -1,6 +1,8 @@
-"""Models at the sizes at which people train and serve them, arguments abstract: nothing here is ever executed.
+"""Models at the sizes at which people train and serve them, arguments abstract: nothing here is
+ever executed.
 
-All is float32: the rates of a GPU for it are half of those for bfloat16, and so are the bytes, so compute and
+All is float32: the rates of a GPU for it are half of those for bfloat16, and so are the bytes, so
+    compute and
 communication stand to each other as in practice.
 """
 
@@ -50,7 +52,12 @@ class Decoder:
         }  # fmt: skip
         if self.experts:
             layers["router"] = array(n, d, self.experts)
-        return {"embed": array(self.vocab, d), "head": array(d, self.vocab), "norm": array(d), "layers": layers}
+        return {
+            "embed": array(self.vocab, d),
+            "head": array(d, self.vocab),
+            "norm": array(d),
+            "layers": layers,
+        }
 
 
 def rms(x: Any, scale: Any) -> Any:
@@ -74,7 +81,8 @@ def feed_forward(w: Tree, x: Any) -> Any:
 
 
 def mixture(w: Tree, x: Any) -> Any:
-    """Two experts a token, dispatched by one-hot products (GShard, 2020); a tenth of room to spare."""
+    """Two experts a token, dispatched by one-hot products (GShard, 2020); a tenth of room to
+    spare."""
     experts = w["router"].shape[-1]
     room = int(1.1 * 2 * x.shape[1] / experts)
     weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), 2)
@@ -83,7 +91,9 @@ def mixture(w: Tree, x: Any) -> Any:
     sent = jax.nn.one_hot(place, room).sum(2)  # batch, token, expert, place
     combine = sent * jnp.einsum("bsc,bsce->bse", weights, wanted)[..., None]
     h = jnp.einsum("bsep,bsd->ebpd", sent, x)
-    h = jax.nn.silu(jnp.einsum("ebpd,edf->ebpf", h, w["gate"])) * jnp.einsum("ebpd,edf->ebpf", h, w["up"])
+    h = jax.nn.silu(jnp.einsum("ebpd,edf->ebpf", h, w["gate"])) * jnp.einsum(
+        "ebpd,edf->ebpf", h, w["up"]
+    )
     return jnp.einsum("ebpf,efd,bsep->bsd", h, w["down"], combine)
 
 
@@ -117,11 +127,14 @@ def training(sizes: Decoder) -> WholeModel:
         return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(optimizer.init, params)
-    return WholeModel(train_step, (params, state, array(sizes.batch, TOKENS, dtype=np.int32)), (0, 1))
+    return WholeModel(
+        train_step, (params, state, array(sizes.batch, TOKENS, dtype=np.int32)), (0, 1)
+    )
 
 
 def multi_query_decoding() -> WholeModel:
-    """One token of PaLM-62B's shape (2022, table 1): one key-value head, so that only the batch splits the cache."""
+    """One token of PaLM-62B's shape (2022, table 1): one key-value head, so that only the batch
+    splits the cache."""
     n, d, heads, k, ff, batch, length = 64, 8192, 32, 256, 32768, 256, 2048
     params = {
         "wq": array(n, d, heads, k), "wkv": array(n, d, 2, k), "wo": array(n, heads, k, d),
@@ -132,7 +145,9 @@ def multi_query_decoding() -> WholeModel:
         def layer(x: Any, both: Tree) -> tuple[Any, Any]:
             w, cache = both
             h = rms(x, w["norm"])
-            cache = jnp.concatenate([cache[:, 1:], jnp.einsum("bd,dck->bck", h, w["wkv"])[:, None]], 1)
+            cache = jnp.concatenate(
+                [cache[:, 1:], jnp.einsum("bd,dck->bck", h, w["wkv"])[:, None]], 1
+            )
             q = jnp.einsum("bd,dhk->bhk", h, w["wq"])
             weights = jax.nn.softmax(jnp.einsum("bhk,btk->bht", q, cache[:, :, 0]) * k**-0.5)
             mixed = jnp.einsum("bht,btk->bhk", weights, cache[:, :, 1])
@@ -163,7 +178,11 @@ def recurrent() -> WholeModel:
 def recommender() -> WholeModel:
     """26 features of four million rows in one table, and two layers; Adagrad."""
     rows, width, features, hidden, batch = 26 * 4 * 2**20, 64, 26, 2048, 65536
-    params = {"table": array(rows, width), "w1": array(features * width, hidden), "w2": array(hidden, hidden)}
+    params = {
+        "table": array(rows, width),
+        "w1": array(features * width, hidden),
+        "w2": array(hidden, hidden),
+    }
     optimizer = optax.adagrad(1e-2)
 
     def train_step(params: Tree, state: Tree, ids: Any, clicks: Any) -> tuple[Tree, Tree]:
@@ -175,12 +194,18 @@ def recommender() -> WholeModel:
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
-    args = params, jax.eval_shape(optimizer.init, params), array(batch, features, dtype=np.int32), array(batch)
+    args = (
+        params,
+        jax.eval_shape(optimizer.init, params),
+        array(batch, features, dtype=np.int32),
+        array(batch),
+    )
     return WholeModel(train_step, args, (0, 1))
 
 
 def residual_mlp() -> WholeModel:
-    """24 residual blocks written out, plain descent: nothing but products and elementwise operations."""
+    """24 residual blocks written out, plain descent: nothing but products and elementwise
+    operations."""
     blocks = {str(i): {"up": array(8192, 32768), "down": array(32768, 8192)} for i in range(24)}
 
     def train_step(params: Tree, x: Any, y: Any) -> tuple[Tree, Any]:
@@ -200,7 +225,9 @@ MODELS: Mapping[str, Callable[[], WholeModel]] = MappingProxyType(
     {
         "llama_8b": lambda: training(Decoder()),
         "llama_70b": lambda: training(Decoder(80, 8192, 64, 8, 28672, batch=128)),
-        "grouped_queries": lambda: training(Decoder(28, 4096, 32, 2, 13696, 65024)),  # ChatGLM2-6B's shape
+        "grouped_queries": lambda: training(
+            Decoder(28, 4096, 32, 2, 13696, 65024)
+        ),  # ChatGLM2-6B's shape
         "mixtral": lambda: training(Decoder(vocab=32000, experts=8, batch=64)),
         "gradient_accumulation": lambda: training(Decoder(micro_batches=4, batch=64)),
         "multi_query_decoding": multi_query_decoding,

@@ -1,7 +1,7 @@
 """What every case says: a searched plan gives what the plain jitted function gives.
 
-To see what each case gets where latency does not count, or in half the memory that replication needs (where that is
-enough), one line a search:
+To see what each case gets where latency does not count, or in half the memory that replication
+needs (where that is enough), one line a search:
 
     CASES_FREE_COLLECTIVES=1 CASES_LAYOUTS=layouts.txt python -m pytest tests/cases -n0
     CASES_HALF_BUDGET=1 CASES_LAYOUTS=layouts.txt python -m pytest tests/cases -n0
@@ -27,11 +27,13 @@ from autoshard.cost_model.hardware import Hardware, hardware_for
 EFFORT = autoshard.Effort(compiled=3, measured=0)
 STATICS = ("static_argnums", "static_argnames")
 HAS_DYNAMIC_UPDATE_BUG = jax.__version_info__ < (0, 11)
-"""jax 0.10.2 on CPU gets a traced update followed by a fixed one wrong where the updated dimension is sharded."""
+"""jax 0.10.2 on CPU gets a traced update followed by a fixed one wrong where the updated dimension
+is sharded."""
 
 
 def mesh_of(*, explicit: Sequence[str] = (), **axes: int) -> Mesh:
-    """A mesh over the first CPU devices, `mesh_of(data=4, model=2)`; the axes named in `explicit` are Explicit."""
+    """A mesh over the first CPU devices, `mesh_of(data=4, model=2)`; the axes named in `explicit`
+    are Explicit."""
     devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
     types = tuple(AxisType.Explicit if name in explicit else AxisType.Auto for name in axes)
     return Mesh(devices, tuple(axes), axis_types=types)
@@ -49,7 +51,8 @@ def integers(high: int, *shape: int, seed: int = 0) -> np.ndarray:
 
 
 def free_collectives(name: str = "tpu_v5e") -> Hardware:
-    """Hardware whose collectives cost bytes alone: at the sizes of a test, latency would make replication win."""
+    """Hardware whose collectives cost bytes alone: at the sizes of a test, latency would make
+    replication win."""
     hardware = hardware_for(name)
     return replace(hardware, link=replace(hardware.link, alpha_s=0.0))
 
@@ -62,7 +65,8 @@ def host(leaf: Any) -> np.ndarray:
 
 
 def assert_same(got: Any, want: Any, lowest: Any = None) -> None:
-    """Equal structure, shapes, dtypes; integers exactly, floats within what the lowest precision allows.
+    """Equal structure, shapes, dtypes; integers exactly, floats within what the lowest precision
+    allows.
 
     Args:
         got: What the plan returned.
@@ -70,7 +74,9 @@ def assert_same(got: Any, want: Any, lowest: Any = None) -> None:
         lowest: The lowest float dtype on the way, where the outputs do not show it.
     """
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         where = jax.tree_util.keystr(path)
         if not hasattr(b, "dtype"):
             assert a is b or a == b, where
@@ -85,7 +91,9 @@ def assert_same(got: Any, want: Any, lowest: Any = None) -> None:
         wide = np.complex128 if jnp.issubdtype(b.dtype, jnp.complexfloating) else np.float64
         a, b = a.astype(wide), b.astype(wide)
         scale = max(1.0, float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)))
-        np.testing.assert_allclose(a, b, rtol=0, atol=(4 if eps > 1e-4 else 32) * eps * scale, err_msg=where)
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=(4 if eps > 1e-4 else 32) * eps * scale, err_msg=where
+        )
 
 
 def plain(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, **options: Any) -> Any:
@@ -94,7 +102,9 @@ def plain(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, **opt
     return jax.jit(fn, **statics)(*args, **(kwargs or {}))
 
 
-def search(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any) -> autoshard.Plan:
+def search(
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any
+) -> autoshard.Plan:
     """A search that compiles few candidates and measures none."""
     if "CASES_FREE_COLLECTIVES" in os.environ:
         options.setdefault("hardware", free_collectives())
@@ -152,7 +162,8 @@ def search_and_compare(
 def search_and_reject(
     fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any
 ) -> tuple[autoshard.Plan | None, str]:
-    """Searches where candidates may be rejected: the plan, compared, or None where all are; and the reasons."""
+    """Searches where candidates may be rejected: the plan, compared, or None where all are; and the
+    reasons."""
     try:
         plan = search(fn, args, mesh, **options)
     except autoshard.SearchFailedError as error:
@@ -163,9 +174,14 @@ def search_and_reject(
 
 
 def pin_and_compare(
-    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, pins: dict[str, PartitionSpec], **options: Any
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: Mesh,
+    pins: dict[str, PartitionSpec],
+    **options: Any,
 ) -> autoshard.Plan:
-    """Applies a layout that is nothing but pins, runs it and compares; the pinned leaves must be laid out so."""
+    """Applies a layout that is nothing but pins, runs it and compares; the pinned leaves must be
+    laid out so."""
     lowest = options.pop("lowest", None)
     plan = autoshard.apply(fn, tuple(args), mesh, [], pins=pins, **options)
     assert {path: plan.specs[path] for path in pins} == pins
@@ -173,9 +189,15 @@ def pin_and_compare(
     return plan
 
 
-def replicated_bytes(fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any) -> int:
+def replicated_bytes(
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, **options: Any
+) -> int:
     """Compiled peak memory per device with everything replicated."""
-    return autoshard.apply(fn, tuple(args), mesh, "replicated", **options).compile().evidence.peak_bytes
+    return (
+        autoshard.apply(fn, tuple(args), mesh, "replicated", **options)
+        .compile()
+        .evidence.peak_bytes
+    )
 
 
 def split_leaves(plan: autoshard.Plan) -> set[str]:

@@ -1,4 +1,5 @@
-"""Whatever `jax.jit` takes: odd leaves, odd containers, statics, donation, arrays that lie elsewhere."""
+"""Whatever `jax.jit` takes: odd leaves, odd containers, statics, donation, arrays that lie
+elsewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ MESH = {"a": 4, "b": 2}
 
 
 def update(state, x, rate, step):
-    return {"w": state["w"] - rate * (x.T @ x), "count": state["count"] + step, "ema": state["ema"] * 0.9}
+    return {
+        "w": state["w"] - rate * (x.T @ x),
+        "count": state["count"] + step,
+        "ema": state["ema"] * 0.9,
+    }
 
 
 def scalar_args(rate: Any = 0.1, step: Any = 1):
@@ -47,13 +52,16 @@ def scalar_args(rate: Any = 0.1, step: Any = 1):
 
 
 @pytest.mark.parametrize(
-    ("rate", "step"), [(0.1, 1), (np.float32(0.1), np.int32(1)), (jnp.float32(0.1), True), (jnp.asarray(0.1), 1)]
+    ("rate", "step"),
+    [(0.1, 1), (np.float32(0.1), np.int32(1)), (jnp.float32(0.1), True), (jnp.asarray(0.1), 1)],
 )
 def test_scalars_among_matrices(rate, step):
     plan = search_and_compare(update, scalar_args(rate, step), mesh_of(**MESH))
     for path in ("state/count", "state/ema", "rate", "step"):
         assert plan.specs[path] == P()
-    pin_and_compare(update, scalar_args(rate, step), mesh_of(**MESH), {"state/w": P("a", "b"), "x": P("a")})
+    pin_and_compare(
+        update, scalar_args(rate, step), mesh_of(**MESH), {"state/w": P("a", "b"), "x": P("a")}
+    )
 
 
 def test_a_scalar_cannot_be_pinned_to_an_axis():
@@ -81,7 +89,11 @@ def noisy(key, keys, x):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_typed_keys_in_and_out(impl):
-    args = jax.random.key(0, impl=impl), jax.random.split(jax.random.key(1, impl=impl), 8), floats(8, 16)
+    args = (
+        jax.random.key(0, impl=impl),
+        jax.random.split(jax.random.key(1, impl=impl), 8),
+        floats(8, 16),
+    )
     plan = search_and_compare(noisy, args, mesh_of(**MESH))
     assert plan.specs["key"] == P()
     pin_and_compare(noisy, args, mesh_of(**MESH), {"keys": P("a"), "x": P("a", "b")})
@@ -140,7 +152,9 @@ def test_statics_by_position_and_name(options):
 
 
 def test_a_string_that_is_not_static_is_kept_aside():
-    plan = search(repeated, (floats(8, 16), floats(16, 16, scale=0.3), 3), mesh_of(**MESH), static_argnums=2)
+    plan = search(
+        repeated, (floats(8, 16), floats(16, 16, scale=0.3), 3), mesh_of(**MESH), static_argnums=2
+    )
     assert plan(floats(8, 16), floats(16, 16), 3, act="tanh").shape == (8, 16)
 
 
@@ -157,7 +171,9 @@ def test_any_number_of_positional_and_keyword_arguments():
 # Containers
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("w", "b"), meta_fields=("act", "depth"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("w", "b"), meta_fields=("act", "depth")
+)
 @dataclasses.dataclass
 class Block:
     w: Any
@@ -178,7 +194,11 @@ def test_dataclass_and_named_tuple():
         new = dataclasses.replace(block, w=block.w - 0.1 * opt.mu)
         return x, new, Momentum(opt.mu * 0.9, opt.count + 1)
 
-    args = Block(floats(8, 8, scale=0.3), floats(8)), Momentum(floats(8, 8, seed=4), np.int32(0)), floats(16, 8)
+    args = (
+        Block(floats(8, 8, scale=0.3), floats(8)),
+        Momentum(floats(8, 8, seed=4), np.int32(0)),
+        floats(16, 8),
+    )
     plan = search_and_compare(step, args, mesh_of(**MESH))
     _, block, opt = plan(*args)
     assert isinstance(block, Block)
@@ -250,9 +270,13 @@ def test_nnx_state_with_keys_and_counters():
     assert jax.tree.structure(new) == jax.tree.structure(state)
     kernel = next(path for path in plan.specs if "l1" in path and "kernel" in path)
     assert plan.table.inputs[kernel].spec == next(
-        leaf.spec for path, leaf in plan.table.outputs.items() if path.endswith(kernel.removeprefix("state/"))
+        leaf.spec
+        for path, leaf in plan.table.outputs.items()
+        if path.endswith(kernel.removeprefix("state/"))
     )
-    assert_same(plan(new, floats(8, 8)), jax.jit(step)(jax.jit(step)(state, floats(8, 8))[1], floats(8, 8)))
+    assert_same(
+        plan(new, floats(8, 8)), jax.jit(step)(jax.jit(step)(state, floats(8, 8))[1], floats(8, 8))
+    )
 
 
 def test_nnx_module_passed_directly():
@@ -283,7 +307,9 @@ def test_optax_state_passed_alone():
         return adam.update(grads, state, params)
 
     state = adam.init(params)
-    search_and_compare(step, (state, jax.tree.map(np.ones_like, params)), mesh_of(**MESH), donate_argnums=0)
+    search_and_compare(
+        step, (state, jax.tree.map(np.ones_like, params)), mesh_of(**MESH), donate_argnums=0
+    )
 
 
 # The same array twice, donation
@@ -340,7 +366,8 @@ def test_numpy_64_bits_booleans_and_lists():
 
 
 REFUSES_4_BITS = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="compiled programs of jax 0.10.2 refuse sharded 4-bit arguments"
+    jax.__version_info__ < (0, 11),
+    reason="compiled programs of jax 0.10.2 refuse sharded 4-bit arguments",
 )
 
 
@@ -369,7 +396,11 @@ def test_small_and_complex_dtypes(dtype):
 
 def test_zero_sized_arrays():
     def forward(x, none, empty):
-        return jnp.concatenate([x, none]) @ jnp.concatenate([empty, jnp.ones((16, 8))], axis=0), none, none.sum()
+        return (
+            jnp.concatenate([x, none]) @ jnp.concatenate([empty, jnp.ones((16, 8))], axis=0),
+            none,
+            none.sum(),
+        )
 
     args = floats(8, 16), np.zeros((0, 16), np.float32), np.zeros((0, 8), np.float32)
     search_and_compare(forward, args, mesh_of(**MESH))
@@ -379,7 +410,9 @@ def test_arguments_that_nothing_reads():
     def forward(x, unused, w):
         return x @ w
 
-    plan = search_and_compare(forward, (floats(8, 16), floats(64, 64), floats(16, 8)), mesh_of(**MESH))
+    plan = search_and_compare(
+        forward, (floats(8, 16), floats(64, 64), floats(16, 8)), mesh_of(**MESH)
+    )
     assert "unused" in plan.specs
 
 
@@ -396,7 +429,9 @@ def test_arguments_committed_to_another_mesh(spec):
     want = plain(forward, (floats(16, 16), floats(8, 16)))
     search_and_compare(forward, (floats(16, 16), x), mesh_of(**MESH), reference=lambda w, x: want)
     assert x.sharding == elsewhere
-    plan = autoshard.apply(forward, (floats(16, 16), x), mesh_of(**MESH), [], pins={"w": P(None, "b"), "x": P("a")})
+    plan = autoshard.apply(
+        forward, (floats(16, 16), x), mesh_of(**MESH), [], pins={"w": P(None, "b"), "x": P("a")}
+    )
     assert_same(plan(floats(16, 16), x), want)
 
 
@@ -418,13 +453,18 @@ def lookup(params, ids):
 
 def lookup_args():
     sds = jax.ShapeDtypeStruct
-    return {"emb": sds((64, 16), jnp.bfloat16), "w": sds((16, 64), jnp.float32)}, sds((8, 4), jnp.int32)
+    return {"emb": sds((64, 16), jnp.bfloat16), "w": sds((16, 64), jnp.float32)}, sds(
+        (8, 4), jnp.int32
+    )
 
 
 def test_abstract_arguments_are_searched_verified_and_run_later():
     plan = search(lookup, lookup_args(), mesh_of(**MESH))
     assert plan.verified
-    real = {"emb": jnp.asarray(floats(64, 16), jnp.bfloat16), "w": floats(16, 64)}, integers(64, 8, 4)
+    real = (
+        {"emb": jnp.asarray(floats(64, 16), jnp.bfloat16), "w": floats(16, 64)},
+        integers(64, 8, 4),
+    )
     assert_same(plan(*real), plain(lookup, real), jnp.bfloat16)
     pins = {"params/emb": P("a"), "params/w": P(None, "b"), "ids": P("a")}
     pinned = autoshard.apply(lookup, lookup_args(), mesh_of(**MESH), [], pins=pins)

@@ -1,4 +1,5 @@
-"""Loops, branches, rematerialisation, custom gradients, and regions that bring shardings of their own."""
+"""Loops, branches, rematerialisation, custom gradients, and regions that bring shardings of their
+own."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def layer(x, p):
 
 
 def stack_of(layers, width=16, hidden=32):
-    return {"up": floats(layers, width, hidden, scale=0.1), "down": floats(layers, hidden, width, scale=0.1)}
+    return {
+        "up": floats(layers, width, hidden, scale=0.1),
+        "down": floats(layers, hidden, width, scale=0.1),
+    }
 
 
 def deep(stack, x):
@@ -79,7 +83,12 @@ def test_gradient_of_a_rematerialised_scan():
     budget = replicated_bytes(value_and_grad, args, mesh) // 2
     plan = search_and_compare(value_and_grad, args, mesh, memory_budget_bytes=budget)
     assert split_leaves(plan)
-    pins = {"stack/up": P(None, "fsdp", "tp"), "stack/down": P(None, "tp", "fsdp"), "x": P("fsdp"), "y": P("fsdp")}
+    pins = {
+        "stack/up": P(None, "fsdp", "tp"),
+        "stack/down": P(None, "tp", "fsdp"),
+        "x": P("fsdp"),
+        "y": P("fsdp"),
+    }
     pin_and_compare(value_and_grad, args, mesh, pins)
 
 
@@ -112,7 +121,9 @@ def test_accumulated_gradients_still_split_the_batch(micro):
     alone = autoshard.apply(step, args, mesh, "replicated").compile().evidence.flops
     plan = autoshard.apply(step, args, mesh, "dp")
     assert plan.specs["x"] == P("data")
-    assert plan.compile().evidence.flops < alone / 4, "each device does its share of every micro-batch"
+    assert plan.compile().evidence.flops < alone / 4, (
+        "each device does its share of every micro-batch"
+    )
     assert_same(plan(*args), plain(step, args))
     search_and_compare(step, args, mesh, hardware=free_collectives())
 
@@ -146,9 +157,14 @@ def test_while_cond_and_switch(mode):
     assert split_leaves(plan)
 
 
-@pytest.mark.parametrize("pins", [{"a": P("a", None)}, {"a": P("a", "b"), "x": P("b")}, {"x": P(("a", "b"))}])
+@pytest.mark.parametrize(
+    "pins", [{"a": P("a", None)}, {"a": P("a", "b"), "x": P("b")}, {"x": P(("a", "b"))}]
+)
 def test_layouts_of_a_while_loop(pins):
-    pins = {path: P(*spec[: max((i + 1 for i, e in enumerate(spec) if e), default=0)]) for path, spec in pins.items()}
+    pins = {
+        path: P(*spec[: max((i + 1 for i, e in enumerate(spec) if e), default=0)])
+        for path, spec in pins.items()
+    }
     pin_and_compare(power_iteration, power_args(2), mesh_of(a=4, b=2), pins)
 
 
@@ -171,7 +187,9 @@ def test_associative_scan_of_a_state_space():
         def combine(left, right):
             return left[0] * right[0], left[1] * right[0] + right[1]
 
-        return lax.associative_scan(combine, (jax.nn.sigmoid(decay) * jnp.ones_like(x), x), axis=1)[1]
+        return lax.associative_scan(combine, (jax.nn.sigmoid(decay) * jnp.ones_like(x), x), axis=1)[
+            1
+        ]
 
     search_and_compare(recurrence, (floats(8), floats(4, 16, 8)), mesh_of(a=4, b=2))
 
@@ -235,7 +253,9 @@ def nested_jit(mesh):
 
 
 @pytest.mark.parametrize(
-    "own", [{"a": 4, "b": 2}, {"a": 2, "b": 4}, {"p": 8, "a": 1}], ids=["same", "same names", "others"]
+    "own",
+    [{"a": 4, "b": 2}, {"a": 2, "b": 4}, {"p": 8, "a": 1}],
+    ids=["same", "same names", "others"],
 )
 def test_nested_jit_with_its_own_shardings(own):
     mesh, fn = mesh_of(a=4, b=2), nested_jit(mesh_of(**own))
@@ -247,7 +267,9 @@ def test_nested_jit_with_its_own_shardings(own):
 
 
 @pytest.mark.parametrize(
-    "own", [{"a": 4, "b": 2}, {"a": 2, "b": 4}, {"r": 2, "s": 2, "t": 2}], ids=["same", "same names", "others"]
+    "own",
+    [{"a": 4, "b": 2}, {"a": 2, "b": 4}, {"r": 2, "s": 2, "t": 2}],
+    ids=["same", "same names", "others"],
 )
 @pytest.mark.parametrize("user_constraints", ["pin", "ignore"])
 def test_constraints_on_any_mesh_over_the_devices(own, user_constraints):
@@ -258,10 +280,15 @@ def test_constraints_on_any_mesh_over_the_devices(own, user_constraints):
         return lax.with_sharding_constraint(jnp.tanh(x @ w), sharding).sum(0)
 
     plan = search_and_compare(
-        forward, (floats(8, 16), floats(16, 8)), mesh_of(a=4, b=2), user_constraints=user_constraints
+        forward,
+        (floats(8, 16), floats(16, 8)),
+        mesh_of(a=4, b=2),
+        user_constraints=user_constraints,
     )
     pins = plan.layout.problem.pins
-    assert bool(pins) == (own == {"a": 4, "b": 2} and user_constraints == "pin"), "only this mesh's words are pins"
+    assert bool(pins) == (own == {"a": 4, "b": 2} and user_constraints == "pin"), (
+        "only this mesh's words are pins"
+    )
 
 
 def test_bare_specs_mean_the_given_mesh():
@@ -358,7 +385,9 @@ def test_one_helper_called_twice_stays_two_places():
     def fn(x, y, w, v):
         return helper(x, w).sum() + helper(y, v).sum(), integers(8, 4)
 
-    plan = search_and_compare(fn, (floats(8, 16), floats(32, 16), floats(16, 4), floats(16, 4)), mesh_of(a=4, b=2))
+    plan = search_and_compare(
+        fn, (floats(8, 16), floats(32, 16), floats(16, 4), floats(16, 4)), mesh_of(a=4, b=2)
+    )
     axes = plan.layout.problem.roles.axes
     (x, y, *_) = plan.traced.program.body.inputs
     assert axes.of_value[x.index][0] != axes.of_value[y.index][0]

@@ -71,9 +71,13 @@ def test_ordered_effects_are_refused_by_name_with_the_way_out(where):
         return v
 
     def fn(x):
-        return say(x) if where == "top" else jax.lax.scan(lambda c, r: (say(c + r), None), x[0], x)[0]
+        return (
+            say(x) if where == "top" else jax.lax.scan(lambda c, r: (say(c + r), None), x[0], x)[0]
+        )
 
-    with pytest.raises(autoshard.TraceError, match=r"debug_print \(test_case_effects.*ordered=False"):
+    with pytest.raises(
+        autoshard.TraceError, match=r"debug_print \(test_case_effects.*ordered=False"
+    ):
         search(fn, (floats(4, 8),), mesh_of(a=4, b=2))
     plan = search(fn, (floats(4, 8),), mesh_of(a=1))
     assert_same(plan(floats(4, 8)), plain(fn, (floats(4, 8),)))
@@ -94,7 +98,9 @@ def sort_on_the_host(x):
     def host(v):
         return np.sort(np.asarray(v), axis=-1).astype(v.dtype)
 
-    return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+    return jax.pure_callback(
+        host, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims"
+    )
 
 
 def test_pure_callback_in_the_middle():
@@ -125,7 +131,11 @@ def heads(p, x):
 
 
 def heads_args():
-    p = {"wq": floats(16, 16, scale=0.2), "wk": floats(16, 16, scale=0.2, seed=1), "emb": floats(8, 4)}
+    p = {
+        "wq": floats(16, 16, scale=0.2),
+        "wk": floats(16, 16, scale=0.2, seed=1),
+        "emb": floats(8, 4),
+    }
     return p, floats(4, 8, 16)
 
 
@@ -176,7 +186,9 @@ def test_more_devices_than_any_dimension():
     def fn(x, w):
         return jax.nn.relu(x @ w).sum(-1)
 
-    plan = search_and_compare(fn, (floats(4, 4), floats(4, 2)), mesh_of(a=8), hardware=free_collectives())
+    plan = search_and_compare(
+        fn, (floats(4, 4), floats(4, 2)), mesh_of(a=8), hardware=free_collectives()
+    )
     assert all(spec == P() for spec in plan.specs.values())
 
 

@@ -1,4 +1,5 @@
-"""Operations with a history of wrong numbers when sharded: every layout is compared, wrong ones are found out."""
+"""Operations with a history of wrong numbers when sharded: every layout is compared, wrong ones are
+found out."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_rolls_with_few_elements_a_device(size):
     args, mesh = (np.arange(size, dtype=np.float32),), mesh_of(d=8)
     search_and_compare(stencil_and_transposes, args, mesh)
     plan, rejections = search_and_reject(stencil_and_transposes, args, mesh, pins={"v": P("d")})
-    assert plan is not None or "compilation failed" in rejections, "some releases refuse to compile it"
+    assert plan is not None or "compilation failed" in rejections, (
+        "some releases refuse to compile it"
+    )
 
 
 def joined(a, b, c):
@@ -88,7 +91,11 @@ def test_concatenation_of_differently_split_arrays(pins):
 
 def test_concatenation_along_either_axis_of_matrices():
     def fn(a, b):
-        return jnp.concatenate([a, b], axis=0), jnp.concatenate([a, b[:8]], axis=1), jnp.flip(a, (0, 1))
+        return (
+            jnp.concatenate([a, b], axis=0),
+            jnp.concatenate([a, b[:8]], axis=1),
+            jnp.flip(a, (0, 1)),
+        )
 
     args, mesh = (integers(9, 8, 4), integers(9, 16, 4)), mesh_of(data=4, model=2)
     search_and_compare(fn, args, mesh)
@@ -113,7 +120,11 @@ def sink(cache, new, position):
 
 
 def sink_args():
-    return np.arange(64, dtype=np.float32).reshape(4, 16) + 1, np.full((4, 2), 9, np.float32), np.int32(5)
+    return (
+        np.arange(64, dtype=np.float32).reshape(4, 16) + 1,
+        np.full((4, 2), 9, np.float32),
+        np.int32(5),
+    )
 
 
 def test_updates_of_a_donated_cache_stay_in_place():
@@ -142,7 +153,9 @@ def test_a_write_into_a_split_time_dimension_is_right_or_found_out():
     pins = {"cache": P("a", "b"), "new": P("a")}
     options = {"pins": pins, "donate_argnums": 0, "hardware": "cpu"}
     plan, rejections = search_and_reject(write, write_args(), mesh_of(a=4, b=2), **options)
-    assert plan is not None or (HAS_DYNAMIC_UPDATE_BUG and "wrong numbers: out differs" in rejections)
+    assert plan is not None or (
+        HAS_DYNAMIC_UPDATE_BUG and "wrong numbers: out differs" in rejections
+    )
 
 
 def test_the_cache_is_never_split_wrongly_without_pins_either():
@@ -158,7 +171,9 @@ def test_clamped_reads_of_a_split_dimension():
 
     cache = np.arange(64, dtype=np.float32).reshape(4, 16)
     for position in (3, 100, -5):
-        search_and_compare(window, (cache, np.int32(position)), mesh_of(a=4, b=2), pins={"cache": P(None, "b")})
+        search_and_compare(
+            window, (cache, np.int32(position)), mesh_of(a=4, b=2), pins={"cache": P(None, "b")}
+        )
 
 
 # Gathers, convolutions, losses
@@ -175,7 +190,10 @@ def gather_args():
 def test_gather_over_two_dimensions():
     mesh = mesh_of(a=4, b=2)
     plan = search_and_compare(
-        gathers, gather_args(), mesh, memory_budget_bytes=replicated_bytes(gathers, gather_args(), mesh) // 2
+        gathers,
+        gather_args(),
+        mesh,
+        memory_budget_bytes=replicated_bytes(gathers, gather_args(), mesh) // 2,
     )
     assert split_leaves(plan)
     pin_and_compare(gathers, gather_args(), mesh, {"x": P("a")})
@@ -186,11 +204,17 @@ def test_gather_over_two_dimensions():
 def test_gathers_and_scatters_out_of_bounds(mode):
     def fn(x, i, values):
         scattered = (
-            x.at[i].add(values) if mode == "wrap" else x.at[i].add(values, mode={"fill": "drop"}.get(mode, mode))
+            x.at[i].add(values)
+            if mode == "wrap"
+            else x.at[i].add(values, mode={"fill": "drop"}.get(mode, mode))
         )
         return jnp.take(x, i, axis=0, mode=mode), scattered
 
-    args = floats(8, 4), np.array([0, 7, 7, 3, 3, 1, 2, 5], np.int32) + (0 if mode == "wrap" else 4), floats(8, 4)
+    args = (
+        floats(8, 4),
+        np.array([0, 7, 7, 3, 3, 1, 2, 5], np.int32) + (0 if mode == "wrap" else 4),
+        floats(8, 4),
+    )
     search_and_compare(fn, args, mesh_of(a=4, b=2))
     for spec in (P("a"), P("a", "b")):
         pin_and_compare(fn, args, mesh_of(a=4, b=2), {"x": spec, "values": P("b")})
@@ -201,12 +225,19 @@ def convnet(p, x):
     y = lax.conv_general_dilated(x, p["c1"], (1, 1), "SAME", dimension_numbers=numbers)
     mean, var = y.mean((0, 1, 2)), y.var((0, 1, 2))
     y = jax.nn.relu((y - mean) * lax.rsqrt(var + 1e-5) * p["g"])
-    y = lax.conv_general_dilated(y, p["dw"], (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=y.shape[-1])
+    y = lax.conv_general_dilated(
+        y, p["dw"], (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=y.shape[-1]
+    )
     return y.mean((1, 2)) @ p["fc"], mean, var
 
 
 def convnet_args():
-    p = {"c1": floats(3, 3, 3, 8, scale=0.3), "g": floats(8), "dw": floats(3, 3, 1, 8, scale=0.3), "fc": floats(8, 10)}
+    p = {
+        "c1": floats(3, 3, 3, 8, scale=0.3),
+        "g": floats(8),
+        "dw": floats(3, 3, 1, 8, scale=0.3),
+        "fc": floats(8, 10),
+    }
     return p, floats(8, 8, 8, 3)
 
 
@@ -217,7 +248,13 @@ def test_convolutions_with_batch_statistics():
     for path in ("p/c1", "p/dw"):
         assert tuple(plan.specs[path])[:2] in ((), (None, None)), "kernels of 3 x 3 are whole"
     channels = P(None, None, None, "model")
-    pins = {"p/c1": channels, "p/g": P("model"), "p/dw": channels, "p/fc": P("model"), "x": P("data")}
+    pins = {
+        "p/c1": channels,
+        "p/g": P("model"),
+        "p/dw": channels,
+        "p/fc": P("model"),
+        "x": P("data"),
+    }
     pin_and_compare(convnet, convnet_args(), mesh, pins)
     pin_and_compare(convnet, convnet_args(), mesh, {"x": P("data", "model")})
 
@@ -228,7 +265,9 @@ def test_pooling_and_transposed_convolution_in_one_dimension():
         return lax.reduce_window(y, -jnp.inf, lax.max, (1, 4, 1), (1, 2, 1), "VALID")
 
     search_and_compare(fn, (floats(8, 16, 4), floats(3, 4, 8)), mesh_of(data=4, model=2))
-    pin_and_compare(fn, (floats(8, 16, 4), floats(3, 4, 8)), mesh_of(data=4, model=2), {"x": P("model", "data")})
+    pin_and_compare(
+        fn, (floats(8, 16, 4), floats(3, 4, 8)), mesh_of(data=4, model=2), {"x": P("model", "data")}
+    )
 
 
 def one_hot_loss(w, h, target):
@@ -249,8 +288,12 @@ def test_cross_entropy_over_a_split_vocabulary():
     budget = replicated_bytes(one_hot_loss, loss_args(), mesh) // 2
     plan = search_and_compare(one_hot_loss, loss_args(), mesh, memory_budget_bytes=budget)
     assert split_leaves(plan)
-    pin_and_compare(one_hot_loss, loss_args(), mesh, {"w": P(None, "tp"), "h": P("dp"), "target": P("dp")})
-    pin_and_compare(one_hot_loss, loss_args(), mesh, {"w": P("tp"), "h": P("dp", None, "tp"), "target": P("dp")})
+    pin_and_compare(
+        one_hot_loss, loss_args(), mesh, {"w": P(None, "tp"), "h": P("dp"), "target": P("dp")}
+    )
+    pin_and_compare(
+        one_hot_loss, loss_args(), mesh, {"w": P("tp"), "h": P("dp", None, "tp"), "target": P("dp")}
+    )
 
 
 # Random numbers, low precision
@@ -282,7 +325,9 @@ def test_low_precision_on_the_way_to_float32(dtype):
     pin_and_compare(fn, args, mesh, {"p/w": P("b"), "x": P("a", "b")}, lowest=dtype)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.25), (jnp.float16, 0.25)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.25), (jnp.float16, 0.25)]
+)
 def test_a_sum_counted_twice_would_be_seen_in_any_precision(dtype, limit):
     def fn(x, w):
         return x @ w
@@ -318,4 +363,6 @@ def test_linear_algebra_over_a_batch(op):
     search_and_compare(fn, args, mesh)
     pin_and_compare(fn, args, mesh, {"x": P("a")})
     plan, rejections = search_and_reject(fn, args, mesh, pins={"x": P("a", "b")})
-    assert plan is not None or (op == "fft" and "running failed" in rejections), "an fft of jax 0.10.2 does not run so"
+    assert plan is not None or (op == "fft" and "running failed" in rejections), (
+        "an fft of jax 0.10.2 does not run so"
+    )

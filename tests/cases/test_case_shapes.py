@@ -1,4 +1,5 @@
-"""Sizes that do not fit the mesh: they are replicated or left open, never an error of the compiler's."""
+"""Sizes that do not fit the mesh: they are replicated or left open, never an error of the
+compiler's."""
 
 from __future__ import annotations
 
@@ -39,14 +40,22 @@ def test_sizes_that_the_mesh_does_not_divide(data, model):
 
 
 @pytest.mark.parametrize(
-    "pins", [{"x": P("model")}, {"params/w": P(None, "model"), "params/b": P("model")}, {"x": P(None, "model")}]
+    "pins",
+    [
+        {"x": P("model")},
+        {"params/w": P(None, "model"), "params/b": P("model")},
+        {"x": P(None, "model")},
+    ],
 )
 def test_the_layouts_that_do_divide(pins):
     pin_and_compare(uneven, uneven_args(), mesh_of(data=4, model=2), pins)
 
 
 def test_a_pin_that_does_not_divide_names_leaf_dimension_size_and_axis():
-    with pytest.raises(autoshard.SpecError, match=r"x is float32\[10, 6\].*dimension 0 \(size 10\).*'data' \(size 4\)"):
+    with pytest.raises(
+        autoshard.SpecError,
+        match=r"x is float32\[10, 6\].*dimension 0 \(size 10\).*'data' \(size 4\)",
+    ):
         search(uneven, uneven_args(), mesh_of(data=4, model=2), pins={"x": P("data", None)})
 
 
@@ -73,12 +82,16 @@ def test_batch_of_one_goes_to_the_sequence():
     budget = replicated_bytes(causal_attention, args, mesh) // 2
     plan = search_and_compare(causal_attention, args, mesh, memory_budget_bytes=budget)
     assert split_leaves(plan)
-    assert all(spec in (P(), P(None, "fsdp")) for spec in plan.specs.values()), "8 divides the sequence only"
+    assert all(spec in (P(), P(None, "fsdp")) for spec in plan.specs.values()), (
+        "8 divides the sequence only"
+    )
 
 
 def test_batch_of_one_with_the_sequence_of_all_three_pinned():
     mesh = mesh_of(dp=1, fsdp=8, tp=1, sp=1)
-    pin_and_compare(causal_attention, qkv(1, 64, 2, 8), mesh, {name: P(None, "fsdp") for name in "qkv"})
+    pin_and_compare(
+        causal_attention, qkv(1, 64, 2, 8), mesh, {name: P(None, "fsdp") for name in "qkv"}
+    )
     with pytest.raises(autoshard.SpecError, match="size 1"):
         search(causal_attention, qkv(1, 64, 2, 8), mesh, pins={"q": P(("dp", "fsdp"))})
 
@@ -94,7 +107,9 @@ def test_batch_of_one_in_bfloat16_on_two_axes():
 def grouped_attention(params, x):
     batch, seq, _ = x.shape
     groups = params["k"].shape[1]
-    q = jnp.einsum("bsd,dhk->bshk", x, params["q"]).reshape(batch, seq, groups, -1, params["q"].shape[-1])
+    q = jnp.einsum("bsd,dhk->bshk", x, params["q"]).reshape(
+        batch, seq, groups, -1, params["q"].shape[-1]
+    )
     k = jnp.einsum("bsd,dhk->bshk", x, params["k"])
     v = jnp.einsum("bsd,dhk->bshk", x, params["v"])
     scores = jax.nn.softmax(jnp.einsum("bsgrk,btgk->bgrst", q, k), -1)
@@ -134,7 +149,12 @@ def test_query_heads_and_kv_head_sizes_can_be_pinned(pins):
 
 def test_kv_heads_cannot_be_pinned():
     with pytest.raises(autoshard.SpecError, match=r"params/k .*dimension 1 \(size 2\)"):
-        search(grouped_attention, grouped_args(), mesh_of(data=2, model=4), pins={"params/k": P(None, "model")})
+        search(
+            grouped_attention,
+            grouped_args(),
+            mesh_of(data=2, model=4),
+            pins={"params/k": P(None, "model")},
+        )
 
 
 # Mesh axes of one device
@@ -150,10 +170,14 @@ def test_axes_of_one_device_never_appear_in_specs():
     plan = search_and_compare(concatenated, args, mesh_of(data=1, model=8, stage=1))
     used = {axis for spec in plan.specs.values() for axis in spec if axis is not None}
     assert used <= {"model"}
-    assert len({trial.key for trial in plan.trials}) == len(plan.trials), "equal layouts are one candidate"
+    assert len({trial.key for trial in plan.trials}) == len(plan.trials), (
+        "equal layouts are one candidate"
+    )
 
 
-@pytest.mark.parametrize("pins", [{"w": P("data", "model"), "x": P("stage")}, {"w": P("model", "stage")}])
+@pytest.mark.parametrize(
+    "pins", [{"w": P("data", "model"), "x": P("stage")}, {"w": P("model", "stage")}]
+)
 def test_pins_may_name_axes_of_one_device(pins):
     mesh, args = mesh_of(data=1, model=8, stage=1), (floats(16, 32), floats(8, 16))
     plan = autoshard.apply(concatenated, args, mesh, [], pins=pins)

@@ -1,4 +1,5 @@
-"""What solvers, decoders, quantisers and mutable arrays make of a program: high-level primitives, odd loops, state."""
+"""What solvers, decoders, quantisers and mutable arrays make of a program: high-level primitives,
+odd loops, state."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def test_a_mutable_array_of_outside_is_refused_with_the_way_out():
         count[...] += 1
         return x * count[...]
 
-    with pytest.raises(autoshard.TraceError, match=r"counting reads or writes a mutable array .*Pass its value"):
+    with pytest.raises(
+        autoshard.TraceError, match=r"counting reads or writes a mutable array .*Pass its value"
+    ):
         search(counting, (floats(8, 8),), mesh_of(a=8))
 
 
@@ -97,7 +100,9 @@ def test_an_implicit_root_is_as_elementwise_as_its_function(fn):
 
 
 def test_an_exported_program_is_opaque_and_right():
-    exported = jax.export.export(jax.jit(lambda x: jnp.sin(x) @ x.T))(jax.ShapeDtypeStruct((8, 16), np.float32))
+    exported = jax.export.export(jax.jit(lambda x: jnp.sin(x) @ x.T))(
+        jax.ShapeDtypeStruct((8, 16), np.float32)
+    )
     search_and_compare(lambda x: exported.call(x) * 2, (floats(8, 16),), mesh_of(a=4, b=2))
 
 
@@ -138,7 +143,9 @@ def test_beam_search_and_viterbi():
             return jnp.max(through, 0) + emission, jnp.argmax(through, 0)
 
         last, back = lax.scan(step, emissions[0], emissions[1:])
-        return lax.scan(lambda i, pointers: (pointers[i], pointers[i]), jnp.argmax(last), back, reverse=True)
+        return lax.scan(
+            lambda i, pointers: (pointers[i], pointers[i]), jnp.argmax(last), back, reverse=True
+        )
 
     mesh = mesh_of(a=4, b=2)
     search_and_compare(beams, (floats(32, 32), integers(32, 4)), mesh)
@@ -163,9 +170,16 @@ def test_quantised_products_and_contrastive_losses():
     plan = search_and_compare(quantised, (*numbers, floats(8)), mesh)
     pin_and_compare(quantised, (*numbers, floats(8)), mesh, {"x": jax.P("a", "b"), "w": jax.P("b")})
     weights = {"a": floats(16, 32), "b": floats(24, 32)}
-    plan = search_and_compare(contrastive, (weights, floats(64, 16), floats(64, 24)), mesh, donate_argnums=0)
+    plan = search_and_compare(
+        contrastive, (weights, floats(64, 16), floats(64, 24)), mesh, donate_argnums=0
+    )
     assert plan.verified.ok
-    pin_and_compare(contrastive, (weights, floats(64, 16), floats(64, 24)), mesh, {"x": jax.P("a"), "y": jax.P("a")})
+    pin_and_compare(
+        contrastive,
+        (weights, floats(64, 16), floats(64, 24)),
+        mesh,
+        {"x": jax.P("a"), "y": jax.P("a")},
+    )
 
 
 def test_a_function_that_returns_its_own_pullback():

@@ -1,4 +1,5 @@
-"""Steps whose outputs feed their inputs, memory budgets, pins that cannot be, and layouts known to be right."""
+"""Steps whose outputs feed their inputs, memory budgets, pins that cannot be, and layouts known to
+be right."""
 
 from __future__ import annotations
 
@@ -75,7 +76,11 @@ def test_optimizer_state_mirrors_its_parameters(optimizer):
     for path, spec in plan.specs.items():
         ending = re.search(r"(l\d/[wb])$", path)
         if path.startswith("opt") and ending and shapes[path] == shapes[f"params/{ending[1]}"]:
-            used = {axis for entry in plan.specs[f"params/{ending[1]}"] for axis in np.atleast_1d(entry or [])}
+            used = {
+                axis
+                for entry in plan.specs[f"params/{ending[1]}"]
+                for axis in np.atleast_1d(entry or [])
+            }
             assert used <= {axis for entry in spec for axis in np.atleast_1d(entry or [])}, (
                 f"{path} is split at least as its parameter is"
             )
@@ -84,7 +89,12 @@ def test_optimizer_state_mirrors_its_parameters(optimizer):
 def test_parameters_split_with_the_optimizer_state_replicated_is_legal():
     optimizer, params = masked_adam(), mlp_params()
     args = params, optimizer.init(params), floats(8, 16), floats(8, 16, seed=1)
-    pins = {"params/l1/w": P("fsdp", "tp"), "params/l2/w": P("tp", "fsdp"), "x": P("fsdp"), "y": P("fsdp")}
+    pins = {
+        "params/l1/w": P("fsdp", "tp"),
+        "params/l2/w": P("tp", "fsdp"),
+        "x": P("fsdp"),
+        "y": P("fsdp"),
+    }
     pin_and_compare(step_of(optimizer), args, mesh_of(fsdp=4, tp=2), pins)
 
 
@@ -100,7 +110,12 @@ def momentum_step(state, batch):
 
 def momentum_args():
     p = mlp_params()
-    state = {"p": p, "m": jax.tree.map(np.zeros_like, p), "step": np.int32(0), "lr": np.float32(0.1)}
+    state = {
+        "p": p,
+        "m": jax.tree.map(np.zeros_like, p),
+        "step": np.int32(0),
+        "lr": np.float32(0.1),
+    }
     return state, {"x": floats(8, 16), "y": floats(8, 16, seed=2)}
 
 
@@ -108,9 +123,19 @@ def momentum_args():
 def test_a_step_is_a_fixed_point(carry):
     mesh, args = mesh_of(fsdp=4, tp=2), momentum_args()
     budget = replicated_bytes(momentum_step, args, mesh, donate_argnums=0) // 2
-    plan = search_and_compare(momentum_step, args, mesh, donate_argnums=0, carry=carry, memory_budget_bytes=budget)
-    inside = {path.removeprefix("state/"): leaf.spec for path, leaf in plan.table.inputs.items() if "state/" in path}
-    outside = {path.removeprefix("out/0/"): leaf.spec for path, leaf in plan.table.outputs.items() if "/0/" in path}
+    plan = search_and_compare(
+        momentum_step, args, mesh, donate_argnums=0, carry=carry, memory_budget_bytes=budget
+    )
+    inside = {
+        path.removeprefix("state/"): leaf.spec
+        for path, leaf in plan.table.inputs.items()
+        if "state/" in path
+    }
+    outside = {
+        path.removeprefix("out/0/"): leaf.spec
+        for path, leaf in plan.table.outputs.items()
+        if "/0/" in path
+    }
     assert inside == outside
     state, batch = plan.place(0, args[0]), plan.place(1, args[1])
     want, before = args[0], plan.compiled
@@ -123,7 +148,10 @@ def test_a_step_is_a_fixed_point(carry):
 
 def test_a_layout_of_one_step_by_hand():
     layers = ("p/l1/w", "m/l1/w", "p/l2/w", "m/l2/w")
-    pins = {f"state/{leaf}": P("fsdp") for leaf in layers} | {"batch/x": P("fsdp"), "batch/y": P("fsdp")}
+    pins = {f"state/{leaf}": P("fsdp") for leaf in layers} | {
+        "batch/x": P("fsdp"),
+        "batch/y": P("fsdp"),
+    }
     pin_and_compare(momentum_step, momentum_args(), mesh_of(fsdp=4, tp=2), pins)
 
 
@@ -151,7 +179,13 @@ def test_a_budget_that_nothing_fits_names_the_smallest_peak_and_the_leaf():
 def test_replicated_pins_that_do_not_fit_the_budget():
     args = floats(256, 256), floats(8, 256)
     with pytest.raises(autoshard.NoFeasiblePlanError, match=r"most in w, 256.00 KiB"):
-        search(lambda w, x: x @ w, args, mesh_of(a=4, b=2), memory_budget_bytes="100KiB", pins={"w": P()})
+        search(
+            lambda w, x: x @ w,
+            args,
+            mesh_of(a=4, b=2),
+            memory_budget_bytes="100KiB",
+            pins={"w": P()},
+        )
 
 
 def test_batch_on_every_axis_is_infeasible_where_weights_are_big():
@@ -160,12 +194,20 @@ def test_batch_on_every_axis_is_infeasible_where_weights_are_big():
             x = jnp.tanh(x @ w)
         return x
 
-    args, mesh = ([floats(256, 256, seed=i, scale=0.06) for i in range(3)], floats(8, 256)), mesh_of(dp=4, tp=2)
+    args, mesh = (
+        ([floats(256, 256, seed=i, scale=0.06) for i in range(3)], floats(8, 256)),
+        mesh_of(dp=4, tp=2),
+    )
     plan = search_and_compare(chain, args, mesh, memory_budget_bytes=400 * 1024)
     assert winner(plan).compiled.peak_bytes <= 400 * 1024
     assert split_leaves(plan) & {"p/0", "p/1", "p/2"}
     pin_and_compare(chain, args, mesh, {"x": P(("dp", "tp"))})
-    pin_and_compare(chain, args, mesh, {"p/0": P(None, "tp"), "p/1": P("tp"), "p/2": P(None, "tp"), "x": P("dp")})
+    pin_and_compare(
+        chain,
+        args,
+        mesh,
+        {"p/0": P(None, "tp"), "p/1": P("tp"), "p/2": P(None, "tp"), "x": P("dp")},
+    )
 
 
 # Pins that cannot be
@@ -179,7 +221,11 @@ def test_batch_on_every_axis_is_infeasible_where_weights_are_big():
             autoshard.SpecError,
             r"p/l1/w is float32\[10, 12\].*dimension 0 \(size 10\).*'a' \(size 4\)",
         ),
-        ({"p/l1/w": P(("a", "b"))}, autoshard.SpecError, r"dimension 0 \(size 10\).*\('a', 'b'\) \(size 8\)"),
+        (
+            {"p/l1/w": P(("a", "b"))},
+            autoshard.SpecError,
+            r"dimension 0 \(size 10\).*\('a', 'b'\) \(size 8\)",
+        ),
         ({"p/l1/u": P("b")}, autoshard.PathError, r"'p/l1/u'.*Nearest: p/l1/"),
         ({re.compile("l7"): P("b")}, autoshard.PathError, "matches none of the 5"),
         ({"p/l1/w": P("c")}, autoshard.SpecError, "names mesh axis 'c'; the mesh has"),
@@ -195,7 +241,10 @@ def test_pins_that_cannot_be(pins, error, text):
 
 def test_pins_by_pattern_hold():
     plan = search_and_compare(
-        mlp, (mlp_params(), floats(8, 16)), mesh_of(a=4, b=2), pins={re.compile("l1/.*"): P("b"), "p/l1/w": P()}
+        mlp,
+        (mlp_params(), floats(8, 16)),
+        mesh_of(a=4, b=2),
+        pins={re.compile("l1/.*"): P("b"), "p/l1/w": P()},
     )
     assert (plan.specs["p/l1/b"], plan.specs["p/l1/w"]) == (P("b"), P())
 
@@ -212,17 +261,25 @@ def experts(p, x):
 
 
 def test_experts_are_split_where_their_weights_do_not_fit():
-    p = {"gate": floats(16, 8), "up": floats(8, 16, 64, scale=0.2), "down": floats(8, 64, 16, scale=0.2)}
+    p = {
+        "gate": floats(16, 8),
+        "up": floats(8, 16, 64, scale=0.2),
+        "down": floats(8, 64, 16, scale=0.2),
+    }
     args, mesh = (p, floats(32, 16)), mesh_of(data=8)
     budget = replicated_bytes(experts, args, mesh) // 3
-    plan = search_and_compare(experts, args, mesh, memory_budget_bytes=budget, hardware=free_collectives())
+    plan = search_and_compare(
+        experts, args, mesh, memory_budget_bytes=budget, hardware=free_collectives()
+    )
     assert {"p/up", "p/down"} <= split_leaves(plan)
     pin_and_compare(experts, args, mesh, {"p/up": P("data"), "p/down": P("data"), "x": P("data")})
 
 
 def test_replication_loses_where_latency_is_left_out():
     args = mlp_params(64, 256), floats(64, 64), floats(64, 64, seed=1)
-    plan = search_and_compare(jax.value_and_grad(mlp_loss), args, mesh_of(data=4, model=2), hardware=free_collectives())
+    plan = search_and_compare(
+        jax.value_and_grad(mlp_loss), args, mesh_of(data=4, model=2), hardware=free_collectives()
+    )
     assert split_leaves(plan)
     assert winner(plan).predicted.time_s > 0
 
@@ -240,6 +297,10 @@ def test_embedding_rows_split_where_the_table_does_not_fit():
 
 
 def test_the_same_rules_serve_another_batch_size():
-    plan = search_and_compare(mlp, (mlp_params(), floats(8, 16)), mesh_of(a=4, b=2), hardware=free_collectives())
+    plan = search_and_compare(
+        mlp, (mlp_params(), floats(8, 16)), mesh_of(a=4, b=2), hardware=free_collectives()
+    )
     for batch in (16, 6):
-        assert_same(plan(mlp_params(), floats(batch, 16)), plain(mlp, (mlp_params(), floats(batch, 16))))
+        assert_same(
+            plan(mlp_params(), floats(batch, 16)), plain(mlp, (mlp_params(), floats(batch, 16)))
+        )

@@ -14,7 +14,16 @@ from jax.experimental import sparse
 from jax.experimental.ode import odeint
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from same import assert_same, floats, free_collectives, integers, mesh_of, plain, search, search_and_compare
+from same import (
+    assert_same,
+    floats,
+    free_collectives,
+    integers,
+    mesh_of,
+    plain,
+    search,
+    search_and_compare,
+)
 
 import autoshard
 
@@ -40,7 +49,13 @@ class Affine:
 
 @pytest.mark.parametrize(
     "fn",
-    [Affine(), Affine().shifted, functools.partial(jnp.dot, b=floats(16, 8)), jnp.sin, jax.jit(jax.vmap(jnp.sort))],
+    [
+        Affine(),
+        Affine().shifted,
+        functools.partial(jnp.dot, b=floats(16, 8)),
+        jnp.sin,
+        jax.jit(jax.vmap(jnp.sort)),
+    ],
     ids=["object", "method", "partial", "ufunc", "jit of vmap"],
 )
 def test_anything_that_can_be_called(fn, mesh):
@@ -50,7 +65,10 @@ def test_anything_that_can_be_called(fn, mesh):
 def test_no_arguments_no_outputs_no_arrays(mesh):
     assert_same(search(lambda: jnp.arange(8) * 2, (), mesh)(), jnp.arange(8) * 2)
     assert search(lambda x: None, (floats(8, 8),), mesh)(floats(8, 8)) is None
-    assert search(lambda x: {"a": (), "b": [None]}, (floats(8, 8),), mesh)(floats(8, 8)) == {"a": (), "b": [None]}
+    assert search(lambda x: {"a": (), "b": [None]}, (floats(8, 8),), mesh)(floats(8, 8)) == {
+        "a": (),
+        "b": [None],
+    }
     search_and_compare(lambda a, b: a * b + 1, (1.5, 2), mesh)
 
 
@@ -61,7 +79,9 @@ class Mode(enum.Enum):
     DOUBLE = 2
 
 
-@pytest.mark.parametrize("static", [Mode.DOUBLE, {"k": 2}, np.ones(3), None], ids=["enum", "dict", "array", "none"])
+@pytest.mark.parametrize(
+    "static", [Mode.DOUBLE, {"k": 2}, np.ones(3), None], ids=["enum", "dict", "array", "none"]
+)
 def test_statics_need_not_be_hashable(static, mesh):
     def fn(x, how):
         return x * (2 if how is None else len(str(how)))
@@ -82,7 +102,14 @@ def test_a_jitted_function_brings_its_own_statics(mesh):
 
 
 @pytest.mark.parametrize(
-    "odd", [np.array(["a", "b"]), np.array([None, 1], object), np.datetime64("2020-01-01"), object(), "text"]
+    "odd",
+    [
+        np.array(["a", "b"]),
+        np.array([None, 1], object),
+        np.datetime64("2020-01-01"),
+        object(),
+        "text",
+    ],
 )
 def test_leaves_that_are_no_arrays_for_jax(odd, mesh):
     search(lambda x, odd: x * 2, (floats(8, 8), odd), mesh)
@@ -110,7 +137,9 @@ def test_masked_arrays_are_refused_by_name(mesh):
 
 
 def test_sparse_matrices_are_pytrees(mesh):
-    matrix = sparse.BCOO.fromdense(jnp.asarray(np.where(integers(3, 16, 16) == 0, floats(16, 16), 0)))
+    matrix = sparse.BCOO.fromdense(
+        jnp.asarray(np.where(integers(3, 16, 16) == 0, floats(16, 16), 0))
+    )
     search_and_compare(lambda m, x: m @ x, (matrix, floats(16, 8)), mesh)
 
 
@@ -120,7 +149,9 @@ def test_nine_dimensions(mesh):
 
 def test_double_precision(mesh):
     with jax.enable_x64(True):
-        plan = search_and_compare(lambda x, n: (x @ x.T, n + 1), (floats(8, 8, dtype=np.float64), np.int64(3)), mesh)
+        plan = search_and_compare(
+            lambda x, n: (x @ x.T, n + 1), (floats(8, 8, dtype=np.float64), np.int64(3)), mesh
+        )
         assert {leaf.dtype for leaf in plan.table.inputs.values()} == {"float64", "int64"}
 
 
@@ -129,7 +160,9 @@ class Box:
         self.x, self.meta = x, meta
 
 
-jax.tree_util.register_pytree_node(Box, lambda b: ((b.x,), b.meta), lambda meta, xs: Box(xs[0], meta))
+jax.tree_util.register_pytree_node(
+    Box, lambda b: ((b.x,), b.meta), lambda meta, xs: Box(xs[0], meta)
+)
 
 
 @pytest.mark.parametrize("meta", [[1, 2], float("nan"), "text"])
@@ -144,7 +177,9 @@ def test_pytree_nodes_with_any_metadata(meta, mesh):
 def test_values_that_are_not_finite(mesh):
     x = floats(8, 8)
     x[0, 0], x[1] = np.nan, np.inf
-    assert search(lambda x, w: (x @ w, jnp.log(x), jnp.exp(x * 80)), (x, floats(8, 8)), mesh).verified
+    assert search(
+        lambda x, w: (x @ w, jnp.log(x), jnp.exp(x * 80)), (x, floats(8, 8)), mesh
+    ).verified
 
 
 def test_sums_that_cancel(mesh):
@@ -154,7 +189,11 @@ def test_sums_that_cancel(mesh):
 
 def test_integers_that_overflow_and_bits_that_are_counted(mesh):
     def fn(n, x):
-        return (n * n).sum(0), lax.bitcast_convert_type(x, jnp.uint8).sum(-1), lax.population_count(n)
+        return (
+            (n * n).sum(0),
+            lax.bitcast_convert_type(x, jnp.uint8).sum(-1),
+            lax.population_count(n),
+        )
 
     search_and_compare(fn, (np.full((64, 8), 2**15, np.int32), floats(8, 8)), mesh)
 
@@ -187,7 +226,9 @@ def test_an_opaque_kernel(mesh):
         out_ref[...] = x_ref[...] * 2
 
     def fn(x, w):
-        doubled = pallas.pallas_call(double, out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True)(x)
+        doubled = pallas.pallas_call(
+            double, out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True
+        )(x)
         return doubled @ w
 
     search_and_compare(fn, (floats(8, 8), floats(8, 8)), mesh)
@@ -250,13 +291,18 @@ def test_inside_a_transformation_the_plan_is_the_plain_function(mesh):
 
 
 def test_the_search_is_the_same_every_time(mesh):
-    plans = [search(lambda x, w: jnp.tanh(x @ w), (floats(8, 16), floats(16, 8)), mesh, seed=1) for _ in range(2)]
+    plans = [
+        search(lambda x, w: jnp.tanh(x @ w), (floats(8, 16), floats(16, 8)), mesh, seed=1)
+        for _ in range(2)
+    ]
     assert plans[0].specs == plans[1].specs
     assert [t.key for t in plans[0].trials] == [t.key for t in plans[1].trials]
 
 
 def test_a_pin_on_everything_leaves_nothing_to_search(mesh):
-    plan = search_and_compare(jnp.matmul, (floats(8, 8), floats(8, 8)), mesh, pins={"a": P("a"), "b": P(None, "b")})
+    plan = search_and_compare(
+        jnp.matmul, (floats(8, 8), floats(8, 8)), mesh, pins={"a": P("a"), "b": P(None, "b")}
+    )
     assert (plan.specs["a"], plan.specs["b"]) == (P("a"), P(None, "b"))
 
 
@@ -270,7 +316,13 @@ def test_an_opaque_kernel_is_a_loud_warning_with_the_way_out():
         return pallas.pallas_call(double, out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32))(x)
 
     plan = autoshard.optimize(
-        fn, (floats(8, 8),), mesh_of(a=8), effort=autoshard.Effort(compiled=0, measured=0), progress=False
+        fn,
+        (floats(8, 8),),
+        mesh_of(a=8),
+        effort=autoshard.Effort(compiled=0, measured=0),
+        progress=False,
     )
-    assert any(note.startswith("WARNING: pallas_call (test_case_weird.py:") for note in plan.notes), plan.notes
+    assert any(
+        note.startswith("WARNING: pallas_call (test_case_weird.py:") for note in plan.notes
+    ), plan.notes
     assert "shard_map" in str(plan)

@@ -1,4 +1,5 @@
-"""What the partitioner carries on into values of which nothing is stated, against the compiled program."""
+"""What the partitioner carries on into values of which nothing is stated, against the compiled
+program."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ BATCH, LENGTH, D, VOCAB = 4, 64, 16, 512
 
 
 def next_tokens(w: jax.Array, x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The loss of a language model: logits of all but the last position, whose count no mesh axis divides."""
+    """The loss of a language model: logits of all but the last position, whose count no mesh axis
+    divides."""
     logits = jnp.einsum("bsd,dv->bsv", x, w)[:, :-1]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
 
@@ -45,13 +47,17 @@ def peaks(step: Any, args: Any, mesh: Mesh, *rules: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("rules", [(), ("x.1->data",), ("x.1->data", "x.1->model"), ("x.0->data",)])
-def test_a_slice_of_a_split_sequence_that_the_axis_does_not_divide(mesh_4x2: Mesh, rules: tuple[str, ...]) -> None:
+def test_a_slice_of_a_split_sequence_that_the_axis_does_not_divide(
+    mesh_4x2: Mesh, rules: tuple[str, ...]
+) -> None:
     predicted, compiled = peaks(loss_step, LOSS_ARGS, mesh_4x2, *rules)
     assert predicted == pytest.approx(compiled, rel=0.25)
 
 
 def test_nothing_is_inherited_that_the_own_roles_say(mesh_4x2: Mesh) -> None:
-    made = prepared(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), (array(64, 64), array(64, 64)), mesh_4x2)
+    made = prepared(
+        lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), (array(64, 64), array(64, 64)), mesh_4x2
+    )
     assert not any(borrowed(made.problem, Placements(made.problem)))
 
 
@@ -60,12 +66,18 @@ def test_arguments_and_what_anchors_write_inherit_nothing(mesh_4x2: Mesh) -> Non
     lent = borrowed(made.problem, Placements(made.problem))
     program = made.traced.program
     stated = [*program.body.inputs, *program.body.outputs]
-    stated += [v for eqn in program.eqns if eqn.primitive in ("dot_general", "gather", "slice") for v in eqn.outputs]
+    stated += [
+        v
+        for eqn in program.eqns
+        if eqn.primitive in ("dot_general", "gather", "slice")
+        for v in eqn.outputs
+    ]
     assert not any(lent[v.index] for v in stated)
 
 
 def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
-    """ZeRO-1: the moments are split, and the partitioner splits the gradients of stacked layers with them."""
+    """ZeRO-1: the moments are split, and the partitioner splits the gradients of stacked layers
+    with them."""
 
     def step(ws: jax.Array, moments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(ws: jax.Array) -> jax.Array:
@@ -74,16 +86,25 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
         moments = 0.9 * moments + jax.grad(loss)(ws)
         return ws - 0.1 * moments, moments
 
-    made = prepared(step, (array(4, 64, 64), array(4, 64, 64), array(32, 64)), mesh_4x2, donate_argnums=(0, 1))
+    made = prepared(
+        step, (array(4, 64, 64), array(4, 64, 64), array(32, 64)), mesh_4x2, donate_argnums=(0, 1)
+    )
     placements = Placements(made.problem)
     program, lent = made.traced.program, borrowed(made.problem, Placements(made.problem))
-    gradients = [v for eqn in program.eqns if eqn.primitive == "scan" for v in eqn.outputs if v.shape == (4, 64, 64)]
+    gradients = [
+        v
+        for eqn in program.eqns
+        if eqn.primitive == "scan"
+        for v in eqn.outputs
+        if v.shape == (4, 64, 64)
+    ]
     moments_column = placements.value_column(program.body.inputs[1])
     assert [(moments_column, dim, dim) for dim in range(3)] == list(lent[gradients[-1].index])
 
 
 def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
-    """4 heads on 8 devices: the partitioner cuts the scores in 4, if something of the role is split at all."""
+    """4 heads on 8 devices: the partitioner cuts the scores in 4, if something of the role is split
+    at all."""
 
     def attention(x: jax.Array, w: jax.Array) -> jax.Array:
         q = jnp.tensordot(x, w, 1).reshape(2, 64, 4, 8)
@@ -98,6 +119,8 @@ def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
         for rules in ((), ("w.1->data",)):
             layout, mesh = layout_of(made, *rules), made.request.mesh
             predicted.append(predictor.predict(layout).peak_bytes)
-            compiled.append(compile_built(build(made.traced, layout, mesh), mesh).evidence.peak_bytes)
+            compiled.append(
+                compile_built(build(made.traced, layout, mesh), mesh).evidence.peak_bytes
+            )
         for whole, split in (predicted, compiled):
             assert least <= split / whole <= most

@@ -1,4 +1,5 @@
-"""What memory is for at the peak: the formula of the textbooks, and that the parts are the whole."""
+"""What memory is for at the peak: the formula of the textbooks, and that the parts are the
+whole."""
 
 from __future__ import annotations
 
@@ -32,10 +33,16 @@ def adam_step(params: Any, first: Any, second: Any, x: jax.Array) -> Any:
 
     grads = jax.grad(loss)(params)
     scale = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)) ** -0.5
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # a norm over all: every gradient is alive
+    grads = jax.tree.map(
+        lambda g: g * scale.astype(g.dtype), grads
+    )  # a norm over all: every gradient is alive
     first = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, first, grads)
     second = jax.tree.map(lambda v, g: v * 0.99 + g * g * 0.01, second, grads)
-    return jax.tree.map(lambda p, m, v: p - m * jax.lax.rsqrt(v + 1e-4), params, first, second), first, second
+    return (
+        jax.tree.map(lambda p, m, v: p - m * jax.lax.rsqrt(v + 1e-4), params, first, second),
+        first,
+        second,
+    )
 
 
 def parts(*rules: str, backend: Backend = ACCELERATOR) -> Mapping[Purpose, int]:
@@ -55,11 +62,15 @@ FSDP = ("x.0->data", "w1.0->data", "w1.1->data", "w2.1->data")
 def test_one_device_holds_2p_of_parameters_2p_of_gradients_and_4p_of_moments() -> None:
     found = parts()
     assert found[Purpose.PARAMETERS] == 2 * P
-    assert found[Purpose.OPTIMIZER] == pytest.approx(4 * P, abs=2 * SIDE * SIDE)  # one new moment beside its old self
+    assert found[Purpose.OPTIMIZER] == pytest.approx(
+        4 * P, abs=2 * SIDE * SIDE
+    )  # one new moment beside its old self
     assert 2 * P <= found[Purpose.GRADIENTS] <= 2 * P + 2 * SIDE * SIDE
     activations = found[Purpose.ACTIVATIONS] + found[Purpose.OTHER]
     assert activations <= 0.05 * P
-    assert sum(found.values()) == pytest.approx(2 * P + 2 * P + 4 * P + activations, abs=4 * SIDE * SIDE)
+    assert sum(found.values()) == pytest.approx(
+        2 * P + 2 * P + 4 * P + activations, abs=4 * SIDE * SIDE
+    )
 
 
 def test_fully_sharded_over_4_holds_a_quarter_of_that() -> None:
@@ -80,24 +91,39 @@ def test_the_parts_are_the_whole(backend: Backend) -> None:
         assert all(count >= 0 for count in parts(*rules, backend=backend).values())
 
 
-def test_the_command_prints_the_classic_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_the_classic_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.py").write_text(
         "import jax, jax.numpy as jnp\n"
         "def step(w, x):\n"
         "    return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)\n"
         "def factory():\n"
-        "    return {'fn': step, 'example_args': (jnp.ones((64, 64)), jnp.ones((32, 64))), 'donate_argnums': 0}\n"
+        "    return {'fn': step, 'example_args': (jnp.ones((64, 64)), jnp.ones((32, 64))), "
+        "'donate_argnums': 0}\n"
     )
     monkeypatch.chdir(tmp_path)
-    outcome = CliRunner().invoke(app, ["memory", "model.py:factory", "--mesh", "data=8", "--cpu-devices", "8"])
+    outcome = CliRunner().invoke(
+        app, ["memory", "model.py:factory", "--mesh", "data=8", "--cpu-devices", "8"]
+    )
     assert outcome.exit_code == 0, outcome.output
     rows = {line[:18].strip(): line[18:].split() for line in outcome.output.splitlines()[2:]}
-    assert rows["parameters"] == ["32.00", "KiB", "2.00", "KiB"], "old and new; split over 8 the old, gathered"
-    assert set(rows) == {"parameters", "gradients", "optimizer state", "activations", "other", "total"}
+    assert rows["parameters"] == ["32.00", "KiB", "2.00", "KiB"], (
+        "old and new; split over 8 the old, gathered"
+    )
+    assert set(rows) == {
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "activations",
+        "other",
+        "total",
+    }
 
 
 def test_gradients_are_told_where_layers_are_scanned_and_fully_sharded() -> None:
-    """Where every gradient is alive at the peak, they are as large as their parameters, a share on each device."""
+    """Where every gradient is alive at the peak, they are as large as their parameters, a share on
+    each device."""
 
     def step(ws: jax.Array, moments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(ws: jax.Array) -> jax.Array:
@@ -109,7 +135,10 @@ def test_gradients_are_told_where_layers_are_scanned_and_fully_sharded() -> None
 
     layers, side, batch = 4, 64, 512
     made = prepared(
-        step, (*(array(layers, side, side),) * 2, array(batch, side)), mesh_of(data=4), donate_argnums=(0, 1)
+        step,
+        (*(array(layers, side, side),) * 2, array(batch, side)),
+        mesh_of(data=4),
+        donate_argnums=(0, 1),
     )
     donated, size = made.traced.call.donated, 4 * layers * side * side
     for backend in (CPU, ACCELERATOR):

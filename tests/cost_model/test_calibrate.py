@@ -1,4 +1,5 @@
-"""Calibration: the fit finds what made the samples, outliers or not; files of other devices are refused."""
+"""Calibration: the fit finds what made the samples, outliers or not; files of other devices are
+refused."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def samples(noise: float = 0.0) -> list[Sample]:
         for size in (2**12, 2**16, 2**20, 2**22)
     ]
     factors = np.exp(noise * rng.standard_normal(len(made)))
-    return [replace(s, measured_s=predicted_s(TRUE, s) * f) for s, f in zip(made, factors, strict=True)]
+    return [
+        replace(s, measured_s=predicted_s(TRUE, s) * f) for s, f in zip(made, factors, strict=True)
+    ]
 
 
 def fitted(found: list[Sample]) -> Hardware:
@@ -73,7 +76,8 @@ def test_noise_moves_predictions_little() -> None:
 
 
 def test_what_a_call_itself_takes_is_not_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of our own, on which a call takes 5, an operation 2, and 4 in one place of eight."""
+    """By a clock of our own, on which a call takes 5, an operation 2, and 4 in one place of
+    eight."""
     now = 0.0
 
     def run(times: int, place: int) -> None:
@@ -100,7 +104,9 @@ def test_a_file_of_other_devices_is_refused(tmp_path: Path) -> None:
     fitted(samples()).save(mine)
     replace(fitted(samples()), measured_on="NVIDIA H100 80GB HBM3").save(other)
     assert resolve_hardware(str(mine), mesh).link_for("data").kinds
-    with pytest.raises(HardwareError, match="calibrated on 'NVIDIA H100 80GB HBM3' devices; this mesh has 'cpu'"):
+    with pytest.raises(
+        HardwareError, match="calibrated on 'NVIDIA H100 80GB HBM3' devices; this mesh has 'cpu'"
+    ):
         resolve_hardware(str(other), mesh)
 
 
@@ -129,16 +135,19 @@ def test_an_all_to_all_on_a_ring_passes_through_those_between() -> None:
 
 @pytest.mark.bench
 def test_two_calibrations_agree_and_beat_the_preset(tmp_path: Path) -> None:
-    """The predicted seconds of a fixed set of collectives and matmuls, twice; and their distance from the clock.
+    """The predicted seconds of a fixed set of collectives and matmuls, twice; and their distance
+    from the clock.
 
-    Each calibration is a command of its own, as people run it: in one process the second finds its small buffers in
-    other places, and another time for small collectives.
+    Each calibration is a command of its own, as people run it: in one process the second finds its
+    small buffers in other places, and another time for small collectives.
     """
     found = []
     for number in range(2):
         out = tmp_path / f"{number}.json"
         command = ["calibrate", "--mesh", "data=4,model=2", "--cpu-devices", "8", "--out", str(out)]
-        subprocess.run([sys.executable, "-m", "autoshard", *command], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "autoshard", *command], check=True, capture_output=True
+        )
         found.append(Hardware.load(out))
     first, second = found
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -149,8 +158,13 @@ def test_two_calibrations_agree_and_beat_the_preset(tmp_path: Path) -> None:
     print("\nsecond / first:", " ".join(f"{ratio:.2f}" for ratio in ratios))
 
     def distance(hardware: Hardware) -> float:
-        return float(np.median([abs(np.log(predicted_s(hardware, s) / s.measured_s)) for s in measured]))
+        return float(
+            np.median([abs(np.log(predicted_s(hardware, s) / s.measured_s)) for s in measured])
+        )
 
-    print(f"median |log(predicted / measured)|: calibrated {distance(first):.2f}, preset {distance(cpu):.2f}")
+    print(
+        f"median |log(predicted / measured)|: calibrated {distance(first):.2f}, preset "
+        f"{distance(cpu):.2f}"
+    )
     assert distance(first) < distance(cpu)
     assert all(0.75 <= ratio <= 1.25 for ratio in ratios)

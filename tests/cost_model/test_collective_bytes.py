@@ -1,7 +1,8 @@
-"""Predicted collective bytes against compiled ones of saved layouts: presets and random ones, spatially split too.
+"""Predicted collective bytes against compiled ones of saved layouts: presets and random ones,
+spatially split too.
 
-The compiled side was read from the CPU programs of `tests.benchmarks.accuracy --models gpt2,resnet,unet --meshes 4x2`;
-nothing is compiled here. Layouts are saved by their rules.
+The compiled side was read from the CPU programs of `tests.benchmarks.accuracy --models
+gpt2,resnet,unet --meshes 4x2`; nothing is compiled here. Layouts are saved by their rules.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
         rules = tuple(map(AxisRule.parse, row["rules"]))
         if row["model"] == request.param and names >= {rule.role for rule in rules}:
             predicted = predictor.predict(Layout(made.made.problem, rules))
-            found.append({**row, "preset": "random" not in row["name"], "predicted": by_kind(predicted.collectives)})
+            found.append(
+                {
+                    **row,
+                    "preset": "random" not in row["name"],
+                    "predicted": by_kind(predicted.collectives),
+                }
+            )
     if len(found) < 20:
         pytest.skip("this jax names the roles otherwise")
     return found

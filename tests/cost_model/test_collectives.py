@@ -29,15 +29,22 @@ ROUNDING = 1 + 1e-12
 
 
 @given(kinds, sizes, sizes, links, groups)
-def test_more_bytes_never_take_less_time(kind: str, one: int, other: int, link: Link, n: int) -> None:
+def test_more_bytes_never_take_less_time(
+    kind: str, one: int, other: int, link: Link, n: int
+) -> None:
     fewer, more = sorted((one, other))
     assert collective_s(kind, fewer, link, n) <= collective_s(kind, more, link, n)
 
 
 @given(growing_kinds, sizes, links, groups, groups)
-def test_more_devices_never_take_less_time(kind: str, full_bytes: int, link: Link, one: int, other: int) -> None:
+def test_more_devices_never_take_less_time(
+    kind: str, full_bytes: int, link: Link, one: int, other: int
+) -> None:
     fewer, more = sorted((one, other))
-    assert collective_s(kind, full_bytes, link, fewer) <= collective_s(kind, full_bytes, link, more) * ROUNDING
+    assert (
+        collective_s(kind, full_bytes, link, fewer)
+        <= collective_s(kind, full_bytes, link, more) * ROUNDING
+    )
 
 
 @given(links, st.integers(2, 4096))
@@ -53,16 +60,19 @@ def test_one_device_costs_nothing(kind: str, full_bytes: int, link: Link) -> Non
 
 @given(sizes, links, groups)
 def test_all_reduce_is_reduce_scatter_then_all_gather(full_bytes: int, link: Link, n: int) -> None:
-    assert all_reduce_s(full_bytes, link, n) == reduce_scatter_s(full_bytes, link, n) + all_gather_s(
+    assert all_reduce_s(full_bytes, link, n) == reduce_scatter_s(
         full_bytes, link, n
-    )
+    ) + all_gather_s(full_bytes, link, n)
     both = sent_bytes("reduce_scatter", full_bytes, n) + sent_bytes("all_gather", full_bytes, n)
     assert 0 <= sent_bytes("all_reduce", full_bytes, n) - both <= 1  # each is rounded down
 
 
 @given(kinds, sizes, links, groups)
 def test_never_below_the_bandwidth_bound(kind: str, full_bytes: int, link: Link, n: int) -> None:
-    assert collective_s(kind, full_bytes, link, n) * ROUNDING >= sent_bytes(kind, full_bytes, n) / link.bytes_per_s
+    assert (
+        collective_s(kind, full_bytes, link, n) * ROUNDING
+        >= sent_bytes(kind, full_bytes, n) / link.bytes_per_s
+    )
 
 
 @given(kinds, links, st.integers(2, 4096))
@@ -92,13 +102,22 @@ def test_negative_bytes_and_unknown_kinds_are_errors() -> None:
     link = Link(alpha_s=1e-6, bytes_per_s=1e9)
     with pytest.raises(HardwareError, match="full_bytes is -1"):
         all_gather_s(-1, link, 2)
-    for call in (lambda: collective_s("broadcast", 8, link, 2), lambda: sent_bytes("broadcast", 8, 2)):
-        with pytest.raises(HardwareError, match=r"no such collective: 'broadcast'\. Kinds are all_gather"):
+    for call in (
+        lambda: collective_s("broadcast", 8, link, 2),
+        lambda: sent_bytes("broadcast", 8, 2),
+    ):
+        with pytest.raises(
+            HardwareError, match=r"no such collective: 'broadcast'\. Kinds are all_gather"
+        ):
             call()
 
 
-@given(st.dictionaries(st.sampled_from("abcd"), links), st.lists(st.sampled_from("abcd"), unique=True))
-def test_joint_takes_the_slowest_link_and_all_devices(named: dict[str, Link], axes: list[str]) -> None:
+@given(
+    st.dictionaries(st.sampled_from("abcd"), links), st.lists(st.sampled_from("abcd"), unique=True)
+)
+def test_joint_takes_the_slowest_link_and_all_devices(
+    named: dict[str, Link], axes: list[str]
+) -> None:
     default = Link(alpha_s=1e-6, bytes_per_s=1e9)
     hardware = Hardware("x", {"float32": 1e12}, 1e12, 1, default, named)
     mesh_axes = {"a": 2, "b": 3, "c": 5, "d": 7}

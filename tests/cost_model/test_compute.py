@@ -32,9 +32,16 @@ def flops_of(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
         ("bmk,bkn->bmn", [(3, 8, 1), (3, 1, 6)], 3 * 8 * 6),
     ],
 )
-def test_a_contraction_does_two_per_point_of_its_loops(subscripts: str, shapes: Any, points: int) -> None:
-    counts = flops_of(lambda x, y: jnp.einsum(subscripts, x, y), *(array(*shape) for shape in shapes))
-    assert sum(counts[name] for name in counts if name in ("dot_general", "mul")) in (2 * points, points)
+def test_a_contraction_does_two_per_point_of_its_loops(
+    subscripts: str, shapes: Any, points: int
+) -> None:
+    counts = flops_of(
+        lambda x, y: jnp.einsum(subscripts, x, y), *(array(*shape) for shape in shapes)
+    )
+    assert sum(counts[name] for name in counts if name in ("dot_general", "mul")) in (
+        2 * points,
+        points,
+    )
     if "dot_general" in counts:
         assert counts["dot_general"] == 2 * points
 
@@ -46,8 +53,13 @@ def test_a_convolution_per_output_kernel_element_and_channel_of_a_group(groups: 
     def conv(x: jax.Array, k: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=groups)
 
-    counts = flops_of(conv, array(batch, channels, size, size), array(filters, channels // groups, kernel, kernel))
-    assert counts["conv_general_dilated"] == 2 * batch * filters * size**2 * kernel**2 * channels // groups
+    counts = flops_of(
+        conv, array(batch, channels, size, size), array(filters, channels // groups, kernel, kernel)
+    )
+    assert (
+        counts["conv_general_dilated"]
+        == 2 * batch * filters * size**2 * kernel**2 * channels // groups
+    )
 
 
 def test_everything_else_does_one_per_element_read_or_written() -> None:

@@ -1,4 +1,5 @@
-"""Where the numbers of the `cpu` preset come from; `make bench` prints them, and fails if they are far from it."""
+"""Where the numbers of the `cpu` preset come from; `make bench` prints them, and fails if they are
+far from it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from autoshard.cost_model.collectives import collective_s
 from autoshard.cost_model.hardware import cpu
 
 pytestmark = pytest.mark.bench
-FAR = 30.0  # a busy machine, or another one; and the model gives a collective_permute one step, XLA:CPU a rendezvous
+# a busy machine, or another one; and the model gives a collective_permute one step, XLA:CPU a
+# rendezvous
+FAR = 30.0
 RUNS = 20  # in one program, so that the time of a call does not count
 
 
@@ -63,7 +66,10 @@ def test_memory_rate(line: Mesh) -> None:
 def collectives(group: int) -> Iterator[tuple[str, Callable[[jax.Array], jax.Array]]]:
     """Collectives over `x` that keep the shape of a replicated vector."""
     yield "all_reduce", lambda v: jax.lax.psum(v, "x") * 0.1
-    yield "all_gather", lambda v: jax.lax.all_gather(v[: v.shape[0] // group], "x", tiled=True) * 0.5
+    yield (
+        "all_gather",
+        lambda v: jax.lax.all_gather(v[: v.shape[0] // group], "x", tiled=True) * 0.5,
+    )
     ring = [(i, (i + 1) % group) for i in range(group)]
     yield "collective_permute", lambda v: jax.lax.ppermute(v, "x", ring) * 0.5
 
@@ -77,7 +83,10 @@ def test_links(group: int) -> None:
             return jax.lax.fori_loop(0, RUNS, lambda _, x: op(x), x)
 
         spec = PartitionSpec(None)
-        return median_s(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x)
+        return median_s(
+            jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)),
+            x,
+        )
 
     for full_bytes in (2**6, 2**16, 2**20, 2**22):
         x = jax.device_put(jnp.zeros((full_bytes // 4,)), NamedSharding(mesh, PartitionSpec(None)))
@@ -85,5 +94,9 @@ def test_links(group: int) -> None:
         for kind, op in collectives(group):
             measured_s = (run(op, x) - nothing_s) / RUNS
             predicted_s = collective_s(kind, full_bytes, cpu.link, group)
-            print(f"\n{kind} of {full_bytes} bytes over {group}: {measured_s:.1e} s, {predicted_s:.1e} s", end="")
+            print(
+                f"\n{kind} of {full_bytes} bytes over {group}: {measured_s:.1e} s, "
+                f"{predicted_s:.1e} s",
+                end="",
+            )
             assert near(max(measured_s, 1e-9), predicted_s)

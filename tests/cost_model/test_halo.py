@@ -1,4 +1,5 @@
-"""Halos against what XLA's partitioner was seen to send (jax 0.10.2, a [size, 16] array split over 4 devices)."""
+"""Halos against what XLA's partitioner was seen to send (jax 0.10.2, a [size, 16] array split over
+4 devices)."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_halo_is_what_the_partitioner_sends(name: str) -> None:
     taken=st.integers(1, 32),
     pieces=st.sampled_from((2, 4, 8)),
 )
-def test_no_more_is_sent_than_a_gather_of_all_would_bring(size: int, start: int, taken: int, pieces: int) -> None:
+def test_no_more_is_sent_than_a_gather_of_all_would_bring(
+    size: int, start: int, taken: int, pieces: int
+) -> None:
     sent = halo_elements(Window(size, min(taken, size), low=-min(start, size - 1)), pieces)
     shard = -(-size // pieces)
     assert sent is None or 0 <= sent <= 2 * (pieces - 1) * shard
@@ -60,7 +63,9 @@ def test_nothing_is_sent_where_nothing_is_shifted() -> None:
 
 
 def convolution(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -69,13 +74,20 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_space_of_a_kernel_gradient_is_never_open() -> None:
     """XLA adds up copies of such partial sums too; see `constrain`."""
-    made = prepared(jax.grad(loss), (array(3, 3, 4, 4), array(8, 16, 16, 4)), mesh_of(data=4, model=2))
-    space = next(r.name for r in made.problem.roles.roles if r.name.startswith("conv_general_dilated"))
+    made = prepared(
+        jax.grad(loss), (array(3, 3, 4, 4), array(8, 16, 16, 4)), mesh_of(data=4, model=2)
+    )
+    space = next(
+        r.name for r in made.problem.roles.roles if r.name.startswith("conv_general_dilated")
+    )
     layout = layout_of(made, f"{space}->data")
     stated = constraints_for(layout)
     for index, wanted in stated.eqns.items():
         if made.problem.program.eqns[index].primitive == "conv_general_dilated":
-            specs = [*wanted.operands.values(), *(spec for specs in wanted.results.values() for spec in specs)]
+            specs = [
+                *wanted.operands.values(),
+                *(spec for specs in wanted.results.values() for spec in specs),
+            ]
             assert not any("UNCONSTRAINED" in str(spec) for spec in specs)
 
 
@@ -83,9 +95,13 @@ def test_a_convolution_split_in_space_sends_one_row_to_each_side() -> None:
     made = prepared(convolution, (array(8, 16, 16, 4), array(3, 3, 4, 4)), mesh_of(data=4))
     space = made.problem.roles.of_value[made.problem.program.body.outputs[0].index][1]
     name = made.problem.roles.roles[space].name
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout_of(made, f"{name}->data"))
+    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(
+        layout_of(made, f"{name}->data")
+    )
     row_bytes = 8 * 16 * 4 * np.dtype(np.float32).itemsize
-    assert [(c.kind, c.bytes) for c in predicted.collectives] == [("collective_permute", 2 * row_bytes)]
+    assert [(c.kind, c.bytes) for c in predicted.collectives] == [
+        ("collective_permute", 2 * row_bytes)
+    ]
 
 
 def test_partial_sums_of_two_loops_are_two_all_reduces_on_cpu() -> None:
@@ -95,7 +111,10 @@ def test_partial_sums_of_two_loops_are_two_all_reduces_on_cpu() -> None:
     made = prepared(product, (array(8, 8, 16), array(8, 8, 32)), mesh_of(data=4, model=2))
     layout = layout_of(made, "x.0->data", "x.1->model")
     predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
-    assert [(c.kind, c.axes) for c in predicted.collectives] == [("all_reduce", ("data",)), ("all_reduce", ("model",))]
+    assert [(c.kind, c.axes) for c in predicted.collectives] == [
+        ("all_reduce", ("data",)),
+        ("all_reduce", ("model",)),
+    ]
     joined = Predictor(made.problem, cpu, made.traced.call.donated).predict(layout)
     assert [(c.kind, c.axes) for c in joined.collectives] == [("all_reduce", ("data", "model"))]
 
@@ -120,16 +139,21 @@ def test_a_masked_operand_that_is_read_whole_is_made_of_two_gathers_and_a_produc
 
 
 def test_of_parts_one_may_be_stored_split_without_a_halo() -> None:
-    """The parts are made whole, and that one is cut: the partitioner alone would shift what it cuts from."""
+    """The parts are made whole, and that one is cut: the partitioner alone would shift what it cuts
+    from."""
 
     def parts(x: jax.Array, u: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
         first, second = jnp.split(x @ w, 2, axis=1)
         return jnp.tanh(first) @ u + second @ v
 
-    made = prepared(parts, (array(8, 16), array(32, 8), array(32, 8), array(16, 64)), mesh_of(data=4))
+    made = prepared(
+        parts, (array(8, 16), array(32, 8), array(32, 8), array(16, 64)), mesh_of(data=4)
+    )
     layout = layout_of(made, "u.0->data")
     predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
     built = build(made.traced, layout, made.request.mesh)
     compiled = compile_built(built, made.request.mesh, compiler_options=QUICKLY).evidence
     assert {c.kind: c.bytes for c in compiled.collectives} == {"all_reduce": 2 * 8 * 8 * 4 * 3 // 4}
-    assert {c.kind: c.bytes for c in predicted.collectives} == {c.kind: c.bytes for c in compiled.collectives}
+    assert {c.kind: c.bytes for c in predicted.collectives} == {
+        c.kind: c.bytes for c in compiled.collectives
+    }

@@ -48,11 +48,15 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match=r"cannot read hardware description .*absent\.json"):
         Hardware.load(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(HardwareError, match=r"bad\.json: this is no hardware description: .*missing required field"):
+    with pytest.raises(
+        HardwareError, match=r"bad\.json: this is no hardware description: .*missing required field"
+    ):
         Hardware.load(tmp_path / "bad.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", h100.to_json().replace("0.43", "4.3"), b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", h100.to_json().replace("0.43", "4.3"), b"\xff\xfe"]
+)
 def test_json_that_is_none(text: str | bytes) -> None:
     with pytest.raises(HardwareError, match="no hardware description"):
         Hardware.from_json(text)
@@ -114,8 +118,15 @@ def test_impossible_shares_and_missing_float32() -> None:
 
 
 def test_rates_by_dtype() -> None:
-    machine = Hardware("x", {"float32": 10, "bfloat16": 20, "float8": 40}, 1, 1, LINK, efficiency=0.5)
-    assert [machine.flops_per_s(d) for d in ("float32", "bfloat16", "float8_e5m2", "int32")] == [5, 10, 20, 5]
+    machine = Hardware(
+        "x", {"float32": 10, "bfloat16": 20, "float8": 40}, 1, 1, LINK, efficiency=0.5
+    )
+    assert [machine.flops_per_s(d) for d in ("float32", "bfloat16", "float8_e5m2", "int32")] == [
+        5,
+        10,
+        20,
+        5,
+    ]
 
 
 def test_links_by_mesh_axis() -> None:

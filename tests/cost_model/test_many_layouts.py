@@ -1,4 +1,5 @@
-"""Predictions of many layouts at once are those of each, and dropped program points are never the peak."""
+"""Predictions of many layouts at once are those of each, and dropped program points are never the
+peak."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from autoshard.prepare import Prepared
 from tests.models import decoder_args, decoder_step, unrolled_args, unrolled_step
 from tests.stages import array, mesh_of, prepared
 
-SLOW = h100.with_links({"data": Link(alpha_s=1e-6, bytes_per_s=1e9), "model": Link(alpha_s=3e-6, bytes_per_s=7e9)})
+SLOW = h100.with_links(
+    {"data": Link(alpha_s=1e-6, bytes_per_s=1e9), "model": Link(alpha_s=3e-6, bytes_per_s=7e9)}
+)
 
 
 def random_rules(problem: Problem, count: int) -> list[tuple[AxisRule, ...]]:
@@ -27,9 +30,15 @@ def random_rules(problem: Problem, count: int) -> list[tuple[AxisRule, ...]]:
     names = [role.name for role in problem.roles.roles]
 
     def rule() -> AxisRule:
-        scopes = ["everywhere"] * 4 + ["optimizer", f"with {rng.choice(names)}", f"without {rng.choice(names)}"]
+        scopes = ["everywhere"] * 4 + [
+            "optimizer",
+            f"with {rng.choice(names)}",
+            f"without {rng.choice(names)}",
+        ]
         occurrence: Occurrence = rng.choice(("first", "first", "last"))
-        return AxisRule(rng.choice(names), rng.choice(list(problem.mesh_axes)), occurrence, rng.choice(scopes))
+        return AxisRule(
+            rng.choice(names), rng.choice(list(problem.mesh_axes)), occurrence, rng.choice(scopes)
+        )
 
     return [tuple(rule() for _ in range(rng.randint(0, 6))) for _ in range(count)]
 
@@ -45,17 +54,25 @@ def test_a_batch_says_what_each_layout_alone_says(decoder: Prepared) -> None:
     together = Predictor(problem, SLOW, decoder.traced.call.donated)
     many = together.predict_many(together.placements.of_rules(batch))
     for number, rules in enumerate(batch):
-        alone = Predictor(problem, SLOW, decoder.traced.call.donated).predict(Layout(problem, rules))
+        alone = Predictor(problem, SLOW, decoder.traced.call.donated).predict(
+            Layout(problem, rules)
+        )
         assert many.time_s[number] == pytest.approx(alone.time_s, rel=1e-9)
         assert many.comm_s[number] == pytest.approx(alone.comm_s, rel=1e-9)
         assert many.peak_bytes[number] == pytest.approx(alone.peak_bytes, abs=2)
 
 
-def test_points_of_like_layers_are_dropped_and_the_peak_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = prepared(unrolled_step, unrolled_args(layers=12), mesh_of(data=4, model=2), donate_argnums=0)
+def test_points_of_like_layers_are_dropped_and_the_peak_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = prepared(
+        unrolled_step, unrolled_args(layers=12), mesh_of(data=4, model=2), donate_argnums=0
+    )
     problem, donated = made.problem, made.traced.call.donated
     pruned = Predictor(problem, h100, donated)
-    monkeypatch.setattr("autoshard.cost_model.peak._vertices", lambda rows, work: np.arange(len(rows)))
+    monkeypatch.setattr(
+        "autoshard.cost_model.peak._vertices", lambda rows, work: np.arange(len(rows))
+    )
     whole = Predictor(problem, h100, donated)
     assert pruned.points < 0.7 * whole.points
     batch = random_rules(problem, 200)
@@ -64,8 +81,13 @@ def test_points_of_like_layers_are_dropped_and_the_peak_stays(monkeypatch: pytes
     assert (first == second).all()
 
 
-@given(st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=1, max_size=60), st.data())
-def test_a_dropped_row_is_never_the_only_maximum(rows: list[list[int]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=1, max_size=60),
+    st.data(),
+)
+def test_a_dropped_row_is_never_the_only_maximum(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
     table = np.array(rows, dtype=np.float64)
     work = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows))))
     kept = _vertices(table, work)
@@ -91,6 +113,10 @@ def test_the_bound_is_met_where_everything_splits_and_nothing_moves() -> None:
 
 def test_a_copy_that_drops_most_is_not_below_the_bound() -> None:
     """What a copy reads is what it makes, in the bound too."""
-    made = prepared(lambda x: jax.lax.pad(x, 0.0, ((0, -4032, 0), (0, 0, 0))), (array(4096, 64),), mesh_of(data=4))
+    made = prepared(
+        lambda x: jax.lax.pad(x, 0.0, ((0, -4032, 0), (0, 0, 0))),
+        (array(4096, 64),),
+        mesh_of(data=4),
+    )
     predictor = Predictor(made.problem, SLOW, made.traced.call.donated)
     assert predictor.predict(Layout(made.problem, ())).time_s >= predictor.least_s() > 0

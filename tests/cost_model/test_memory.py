@@ -64,7 +64,9 @@ def test_a_scan_stacks_its_residuals() -> None:
     stacked = peak(jax.grad(loss), array(layers, 256, 256), M)
     forward = peak(loss, array(layers, 256, 256), M)
     assert forward <= (layers + 1) * N + 4 * N
-    assert stacked >= (2 * layers + 1) * N + (layers - 1) * N, "weights, their gradients, and one residual a layer"
+    assert stacked >= (2 * layers + 1) * N + (layers - 1) * N, (
+        "weights, their gradients, and one residual a layer"
+    )
 
 
 def test_rematerialisation_holds_less() -> None:
@@ -120,7 +122,9 @@ def predicted(*rules: str, donate: bool = True, batch: int = 8) -> Prediction:
     return Predictor(made.problem, h100, made.traced.call.donated).predict(layout_of(made, *rules))
 
 
-@pytest.mark.parametrize(("rules", "parameters", "optimizer"), [(DP, P, P), (ZERO1, P, P // 4), (FSDP, P // 4, P // 4)])
+@pytest.mark.parametrize(
+    ("rules", "parameters", "optimizer"), [(DP, P, P), (ZERO1, P, P // 4), (FSDP, P // 4, P // 4)]
+)
 def test_what_the_arguments_hold(rules: tuple[str, ...], parameters: int, optimizer: int) -> None:
     held = predicted(*rules).argument_bytes
     assert held == {"parameters": parameters, "optimizer": optimizer, "data": 2 * 4 * SIDE}

@@ -1,4 +1,5 @@
-"""The order of mesh axes along a dimension decides which device holds which piece; what XLA sends, the model prices."""
+"""The order of mesh axes along a dimension decides which device holds which piece; what XLA sends,
+the model prices."""
 
 from __future__ import annotations
 

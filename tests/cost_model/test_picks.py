@@ -1,4 +1,5 @@
-"""Argmax over a split dimension (greedy decoding with the vocabulary split): every device gets each one's best."""
+"""Argmax over a split dimension (greedy decoding with the vocabulary split): every device gets each
+one's best."""
 
 from __future__ import annotations
 
@@ -32,21 +33,35 @@ def over_the_batch(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "rules", [("w.1->data",), ("w.1->model", "w.1->data"), ("x.0->data", "w.1->model"), ("x.0->data", "x.0->model")]
+    "rules",
+    [
+        ("w.1->data",),
+        ("w.1->model", "w.1->data"),
+        ("x.0->data", "w.1->model"),
+        ("x.0->data", "x.0->model"),
+    ],
 )
 @pytest.mark.parametrize("fn", [greedy, both_ways, over_the_batch])
-def test_what_is_sent_is_what_the_compiled_program_sends(fn: Callable[..., Any], rules: tuple[str, ...]) -> None:
+def test_what_is_sent_is_what_the_compiled_program_sends(
+    fn: Callable[..., Any], rules: tuple[str, ...]
+) -> None:
     made = prepared(fn, (array(BATCH, WIDTH), array(WIDTH, VOCABULARY)), mesh_of(data=4, model=2))
     layout = layout_of(made, *rules)
     predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
     built = build(made.traced, layout, made.request.mesh)
     compiled = compile_built(built, made.request.mesh, compiler_options=QUICKLY).evidence
-    sent, truly = ({(c.kind, c.axes, c.bytes) for c in found.collectives} for found in (predicted, compiled))
+    sent, truly = (
+        {(c.kind, c.axes, c.bytes) for c in found.collectives} for found in (predicted, compiled)
+    )
     assert sent == truly
 
 
 def test_the_logits_are_not_gathered() -> None:
     made = prepared(greedy, (array(BATCH, WIDTH), array(WIDTH, VOCABULARY)), mesh_of(model=8))
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated).predict(layout_of(made, "w.1->model"))
+    predicted = Predictor(made.problem, cpu, made.traced.call.donated).predict(
+        layout_of(made, "w.1->model")
+    )
     value_and_index = 4 + 4
-    assert [(c.kind, c.bytes) for c in predicted.collectives] == [("all_gather", BATCH * 7 * value_and_index)]
+    assert [(c.kind, c.bytes) for c in predicted.collectives] == [
+        ("all_gather", BATCH * 7 * value_and_index)
+    ]

@@ -1,4 +1,5 @@
-"""Predicted collectives: exact on textbook layouts, within a tenth of the compiled program on a whole train step."""
+"""Predicted collectives: exact on textbook layouts, within a tenth of the compiled program on a
+whole train step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MLP = ({"w1": array(D, H), "b1": array(H), "w2": array(H, D)}, array(B, D), arra
 
 
 def ring(n: int, full_bytes: float) -> float:
-    """What one device sends in an all_gather or reduce_scatter of these bytes; an all_reduce sends twice that."""
+    """What one device sends in an all_gather or reduce_scatter of these bytes; an all_reduce sends
+    twice that."""
     return (n - 1) / n * full_bytes
 
 
@@ -37,13 +39,17 @@ def but_for_the_loss(sent_bytes: float) -> Any:
     return pytest.approx(sent_bytes, abs=2 * F)
 
 
-def predict(made: Prepared, *rules: str, hardware: Hardware = h100, backend: Backend = ACCELERATOR) -> Prediction:
+def predict(
+    made: Prepared, *rules: str, hardware: Hardware = h100, backend: Backend = ACCELERATOR
+) -> Prediction:
     donated = made.traced.call.donated
     predictor = Predictor(made.problem, hardware, donated, backend)
     return predictor.predict(layout_of(made, *rules))
 
 
-def moved(fn: Callable[..., Any], args: Any, axes: dict[str, int], *rules: str, **options: Any) -> dict[str, int]:
+def moved(
+    fn: Callable[..., Any], args: Any, axes: dict[str, int], *rules: str, **options: Any
+) -> dict[str, int]:
     """Predicted bytes by kind."""
     found: dict[str, int] = {}
     for c in predict(prepared(fn, args, mesh_of(**axes)), *rules, **options).collectives:
@@ -60,7 +66,9 @@ def test_replication_moves_nothing() -> None:
 
 def test_data_parallelism_reduces_the_gradients() -> None:
     gradients = F * (D * H + H + H * D)
-    assert moved(mlp_step, MLP, {"data": 8}, "x.0->data") == {AR: but_for_the_loss(2 * ring(8, gradients))}
+    assert moved(mlp_step, MLP, {"data": 8}, "x.0->data") == {
+        AR: but_for_the_loss(2 * ring(8, gradients))
+    }
 
 
 def test_fully_sharded_gathers_each_weight_once_and_scatters_its_gradient() -> None:
@@ -98,7 +106,9 @@ def test_megatron_reduces_once_a_block_forward_and_once_backward() -> None:
     layers = 3
     args = ([{"in": array(D, H), "out": array(H, D)}] * layers, array(B, D))
     activation = F * B * D
-    assert moved(blocks, args, {"model": 4}, "in.1->model") == {AR: layers * 2 * ring(4, activation)}
+    assert moved(blocks, args, {"model": 4}, "in.1->model") == {
+        AR: layers * 2 * ring(4, activation)
+    }
     # The first block's input needs no gradient.
     found = moved(blocks_step, args, {"model": 4}, "0/in.1->model", "1/in.1->model")
     assert found == {AR: (2 * layers - 1) * 2 * ring(4, activation)}
@@ -124,11 +134,15 @@ def test_a_vocabulary_split_reduces_rows_of_numbers_only() -> None:
     def loss(emb: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
         logits = x @ emb.T
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        return (jnp.log(jnp.exp(logits - top).sum(-1)) + top[:, 0] - (logits * labels).sum(-1)).mean()
+        return (
+            jnp.log(jnp.exp(logits - top).sum(-1)) + top[:, 0] - (logits * labels).sum(-1)
+        ).mean()
 
     args = (array(vocab, D), array(B, D), array(B, vocab))
     found = moved(loss, args, {"model": 4}, "emb.0->model")
-    assert found == {AR: 3 * 2 * ring(4, F * B)}, "the largest logit, the sum of exponentials, the label's logit"
+    assert found == {AR: 3 * 2 * ring(4, F * B)}, (
+        "the largest logit, the sum of exponentials, the label's logit"
+    )
 
 
 def test_a_sequence_split_between_blocks_gathers_and_scatters() -> None:
@@ -157,7 +171,9 @@ def test_a_loop_pays_every_trip_what_it_needs_every_trip() -> None:
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0]
 
     args = (array(layers, D, D), array(B, D))
-    assert moved(scanned, args, {"data": 4}, "x.0->data", "ws.1->data") == {AG: layers * ring(4, F * D * D)}
+    assert moved(scanned, args, {"data": 4}, "x.0->data", "ws.1->data") == {
+        AG: layers * ring(4, F * D * D)
+    }
 
 
 # Time
@@ -166,7 +182,9 @@ def test_a_loop_pays_every_trip_what_it_needs_every_trip() -> None:
 def test_time_is_compute_and_communication_less_the_overlap() -> None:
     made = prepared(mlp_step, MLP, mesh_of(data=8))
     for overlap in (0.0, 0.5, 1.0):
-        hardware = Hardware.from_json(h100.to_json().replace(f'"overlap": {h100.overlap}', f'"overlap": {overlap}'))
+        hardware = Hardware.from_json(
+            h100.to_json().replace(f'"overlap": {h100.overlap}', f'"overlap": {overlap}')
+        )
         found = predict(made, "x.0->data", hardware=hardware)
         hidden = hardware.overlap * min(found.compute_s, found.comm_s)
         assert found.time_s == pytest.approx(found.compute_s + found.comm_s - hidden)
@@ -190,7 +208,12 @@ def test_work_is_split_over_the_devices_that_share_it() -> None:
 
 def test_a_prediction_does_not_depend_on_what_was_predicted_before() -> None:
     made = prepared(decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1))
-    lists = [(), ("tokens.0->data",), ("tokens.0->data", "emb.1->data"), ("emb.1->data", "tokens.0->data")]
+    lists = [
+        (),
+        ("tokens.0->data",),
+        ("tokens.0->data", "emb.1->data"),
+        ("emb.1->data", "tokens.0->data"),
+    ]
     shared = Predictor(made.problem, h100, made.traced.call.donated)
     for rules in (*lists, *reversed(lists)):
         assert shared.predict(layout_of(made, *rules)) == predict(made, *rules)
@@ -210,7 +233,9 @@ def evidence() -> dict[str, tuple[Prediction, CompiledEvidence]]:
         layout = Layout(made.problem, preset.rules)
         built = build(made.traced, layout, made.request.mesh)
         # Less work for LLVM; what the partitioner and the buffer assignment do stays the same.
-        compiled = compile_built(built, made.request.mesh, compiler_options={"xla_backend_optimization_level": 0})
+        compiled = compile_built(
+            built, made.request.mesh, compiler_options={"xla_backend_optimization_level": 0}
+        )
         found[preset.name] = predictor.predict(layout), compiled.evidence
     return found
 
@@ -231,11 +256,16 @@ def test_peak_memory_is_of_the_right_size(evidence: Both) -> None:
 
 def test_the_order_of_the_presets_is_that_of_the_compiled_programs(evidence: Both) -> None:
     for attribute in ("collective_bytes", "peak_bytes"):
-        predicted, compiled = ([getattr(both[i], attribute) for both in evidence.values()] for i in (0, 1))
+        predicted, compiled = (
+            [getattr(both[i], attribute) for both in evidence.values()] for i in (0, 1)
+        )
         assert spearmanr(predicted, compiled).statistic > 0.85, attribute
 
 
 def test_collectives_run_over_the_same_mesh_axes(evidence: Both) -> None:
     for name, (predicted, compiled) in evidence.items():
-        big = [{c.axes for c in e.collectives if c.bytes > 0.02 * e.collective_bytes} for e in (predicted, compiled)]
+        big = [
+            {c.axes for c in e.collectives if c.bytes > 0.02 * e.collective_bytes}
+            for e in (predicted, compiled)
+        ]
         assert big[0] <= big[1] or math.isclose(predicted.collective_bytes, 0), name

@@ -16,7 +16,8 @@ TRUTH = {"compute": 1.0, DATA: 10.0, MODEL: 1.0}
 
 
 def programs(count: int, overlap: float, seed: int = 0) -> list[tuple[Parts, float]]:
-    """What the model says of programs, and what they take where links over `data` are ten times as slow; 3 % noise."""
+    """What the model says of programs, and what they take where links over `data` are ten times as
+    slow; 3 % noise."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
@@ -45,7 +46,9 @@ def test_one_program_says_only_what_all_parts_have_in_common() -> None:
     found = refit([(Parts(1.0, {DATA: 2.0}), 30.0)], 0.0)
     assert found.compute == pytest.approx(10)
     assert found.comm[DATA] == pytest.approx(10)
-    assert found.scaled(Parts(1.0, {MODEL: 1.0})) == Parts(pytest.approx(10), {MODEL: pytest.approx(10)})
+    assert found.scaled(Parts(1.0, {MODEL: 1.0})) == Parts(
+        pytest.approx(10), {MODEL: pytest.approx(10)}
+    )
 
 
 def test_right_hardware_keeps_its_numbers_and_no_programs_say_nothing() -> None:
@@ -61,8 +64,13 @@ def test_a_summary_takes_what_its_collectives_take() -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "collective_permute"):
         sent = 3 * ring_bytes(kind, 4_000_000, 4)
         one = collective_s(kind, 4_000_000, Link(2e-6, 1e9), 4)
-        assert summary_s(hardware, {"data": 4}, Collective(kind, DATA, 3, sent)) == pytest.approx(3 * one)
+        assert summary_s(hardware, {"data": 4}, Collective(kind, DATA, 3, sent)) == pytest.approx(
+            3 * one
+        )
     parts = parts_of(
-        hardware, {"data": 4}, 0.5, [Collective("all_gather", DATA, 1, 10), Collective("all_reduce", DATA, 1, 10)]
+        hardware,
+        {"data": 4},
+        0.5,
+        [Collective("all_gather", DATA, 1, 10), Collective("all_reduce", DATA, 1, 10)],
     )
     assert set(parts.comm_s) == {DATA}

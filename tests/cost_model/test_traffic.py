@@ -17,7 +17,9 @@ from tests.stages import array, layout_of, mesh_of, prepared
 
 N = 4 * 256 * 256
 M = array(256, 256)
-MEMORY_ONLY = replace(h100, peak_flops_per_s={"float32": 1e30}, efficiency=1.0, memory_bytes_per_s=1.0, op_s=0.0)
+MEMORY_ONLY = replace(
+    h100, peak_flops_per_s={"float32": 1e30}, efficiency=1.0, memory_bytes_per_s=1.0, op_s=0.0
+)
 """One second a byte, arithmetic for nothing."""
 
 
@@ -34,7 +36,9 @@ def moved_bytes(
 def test_a_chain_reads_and_writes_once_however_long(backend: Backend) -> None:
     assert moved_bytes(lambda x: x * 2, M, backend=backend) == 2 * N
     assert moved_bytes(lambda x: jnp.abs((x * 2 + 1) * 3 - 4), M, backend=backend) == 2 * N
-    assert moved_bytes(lambda x, y: (x + y) * y - y, M, M, backend=backend) == 3 * N, "y is read once"
+    assert moved_bytes(lambda x, y: (x + y) * y - y, M, M, backend=backend) == 3 * N, (
+        "y is read once"
+    )
 
 
 def test_splitting_divides_it() -> None:
@@ -47,7 +51,10 @@ def test_an_optimizer_update_is_not_free() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         return p - 0.1 * m * jax.lax.rsqrt(v + 1e-8), m, v
 
-    lower, upper = 7 * N, 10 * N  # p, m, v, g in, p, m, v out; the new m and v are outputs and may be read again
+    lower, upper = (
+        7 * N,
+        10 * N,
+    )  # p, m, v, g in, p, m, v out; the new m and v are outputs and may be read again
     assert lower <= moved_bytes(adam, (M, M, M), M) <= upper
 
 
@@ -63,7 +70,9 @@ def test_a_reduction_computes_what_it_reads_on_accelerators() -> None:
 def test_a_lookup_moves_what_it_finds_and_an_update_what_it_puts_in() -> None:
     rows = 16
     assert moved_bytes(lambda x, i: x[i], M, array(rows, dtype=jnp.int32)) < 4 * rows * 256 * 4
-    update = moved_bytes(lambda x, u: jax.lax.dynamic_update_slice(x, u, (3, 0)), M, array(rows, 256))
+    update = moved_bytes(
+        lambda x, u: jax.lax.dynamic_update_slice(x, u, (3, 0)), M, array(rows, 256)
+    )
     assert update == 2 * 4 * rows * 256
 
 

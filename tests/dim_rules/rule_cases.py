@@ -1,4 +1,5 @@
-"""At least one application of each primitive that has a rule: sizes even where a cut is to be tried."""
+"""At least one application of each primitive that has a rule: sizes even where a cut is to be
+tried."""
 
 from __future__ import annotations
 
@@ -55,9 +56,7 @@ _FLOAT_1 = """
     expm1 floor is_finite lgamma log log1p log2 logistic neg one_minus_square round rsqrt sign sin sinh sqrt
     square stop_gradient tan tanh
 """
-_FLOAT_2 = (
-    "add atan2 div eq ge gt igamma igammac igamma_grad_a le lt max min mul ne nextafter polygamma pow rem sub zeta"
-)
+_FLOAT_2 = "add atan2 div eq ge gt igamma igammac igamma_grad_a le lt max min mul ne nextafter polygamma pow rem sub zeta"
 _INT_1 = "clz population_count not"
 _INT_2 = "and mulhi or shift_left shift_right_arithmetic shift_right_logical xor"
 _ROUNDED = 1e-5
@@ -88,7 +87,9 @@ def _public(name: str) -> Callable[..., Any] | None:
 def elementwise() -> list[Case]:
     """Element by element."""
     shape = (4, 6)
-    one_device = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+    one_device = jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec()
+    )
     cases = []
     for names, arity, dtype in (
         (_FLOAT_1, 1, np.float32),
@@ -100,7 +101,9 @@ def elementwise() -> list[Case]:
             function = _public(name)
             if function is not None:
                 low = 1 if arity == 2 else -4
-                cases.append(of(name, function, *[(4,)] * arity, dtype=dtype, low=low, tolerance=_ROUNDED))
+                cases.append(
+                    of(name, function, *[(4,)] * arity, dtype=dtype, low=low, tolerance=_ROUNDED)
+                )
     for name in ("add_any", "eq_to", "le_to", "lt_to"):
         cases.append(of(name, primitives()[name].bind, shape, shape))
     if hasattr(lax, "polynomial"):
@@ -117,7 +120,15 @@ def elementwise() -> list[Case]:
         of("copy", lambda x: jnp.array(x, copy=True), shape),
         of("integer_pow", lambda x: lax.integer_pow(x, 3), shape),
         of("reduce_precision", lambda x: lax.reduce_precision(x, 5, 3), shape),
-        of("regularized_incomplete_beta", jax.scipy.special.betainc, (4,), (4,), (4,), low=1, tolerance=_ROUNDED),
+        of(
+            "regularized_incomplete_beta",
+            jax.scipy.special.betainc,
+            (4,),
+            (4,),
+            (4,),
+            low=1,
+            tolerance=_ROUNDED,
+        ),
         of("select_n", lambda p, a, b: lax.select_n(p > 0, a, b), (), shape, shape, note="scalar"),
         of("select_n", lambda p, a, b: lax.select_n(p > 0, a, b), shape, shape, shape),
         of("optimization_barrier", lambda a, b: lax.optimization_barrier((a, b)), shape, (6, 4)),
@@ -136,8 +147,18 @@ def contraction() -> list[Case]:
         return lambda a, b: lax.ragged_dot_general(a, b, jnp.asarray(sizes), numbers)
 
     return [
-        of("dot_general", lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,)))), (2, 4, 6), (2, 6, 8)),
-        of("ragged_dot_general", lambda a, b: lax.ragged_dot(a, b, jnp.asarray(sizes)), (4, 6), (4, 6, 2)),
+        of(
+            "dot_general",
+            lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,)))),
+            (2, 4, 6),
+            (2, 6, 8),
+        ),
+        of(
+            "ragged_dot_general",
+            lambda a, b: lax.ragged_dot(a, b, jnp.asarray(sizes)),
+            (4, 6),
+            (4, 6, 2),
+        ),
         of(
             "ragged_dot_general",
             ragged_dot(lax.RaggedDotDimensionNumbers(ragged, [2], [])),
@@ -170,7 +191,9 @@ def contraction() -> list[Case]:
         ),
         of(
             "symmetric_product",
-            lambda a, c: lax.linalg.symmetric_product(a, c, alpha=1.0, beta=2.0, symmetrize_output=False),
+            lambda a, c: lax.linalg.symmetric_product(
+                a, c, alpha=1.0, beta=2.0, symmetrize_output=False
+            ),
             (2, 4, 6),
             (2, 4, 4),
         ),
@@ -187,13 +210,20 @@ def windows() -> list[Case]:
     cases = []
     for note, geometry, source in (("", window, (4, 8)), ("tiled", tiled, (4, 4))):
         cases += [
-            of(name, lambda x, n=name, g=geometry: table[n].bind(x, **g, **dilations), (4, 8), note=note)
+            of(
+                name,
+                lambda x, n=name, g=geometry: table[n].bind(x, **g, **dilations),
+                (4, 8),
+                note=note,
+            )
             for name in ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
         ]
         cases += [
             of(
                 "reduce_window",
-                lambda x, g=geometry: lax.reduce_window(x, np.float32(1), lambda a, b: a + b + 1, **g),
+                lambda x, g=geometry: lax.reduce_window(
+                    x, np.float32(1), lambda a, b: a + b + 1, **g
+                ),
                 (4, 8),
                 note=note,
             ),
@@ -206,7 +236,9 @@ def windows() -> list[Case]:
             ),
             of(
                 "select_and_gather_add",
-                lambda t, x, g=geometry: gather_add.bind(t, x, select_prim=lax.ge_p, **g, **dilations),
+                lambda t, x, g=geometry: gather_add.bind(
+                    t, x, select_prim=lax.ge_p, **g, **dilations
+                ),
                 (4, 8),
                 (4, 8),
                 note=note,
@@ -225,8 +257,20 @@ def windows() -> list[Case]:
     return [
         *cases,
         of("conv_general_dilated", conv(window_strides=(1,), padding="SAME"), (2, 4, 8), (6, 4, 3)),
-        of("conv_general_dilated", conv(window_strides=(2,), padding="VALID"), (2, 4, 8), (6, 4, 2), note="patches"),
-        of("conv_general_dilated", conv(window_strides=(1,), padding="VALID"), (2, 4, 8), (6, 4, 8), note="all space"),
+        of(
+            "conv_general_dilated",
+            conv(window_strides=(2,), padding="VALID"),
+            (2, 4, 8),
+            (6, 4, 2),
+            note="patches",
+        ),
+        of(
+            "conv_general_dilated",
+            conv(window_strides=(1,), padding="VALID"),
+            (2, 4, 8),
+            (6, 4, 8),
+            note="all space",
+        ),
         of(
             "conv_general_dilated",
             conv(window_strides=(1,), padding="SAME", feature_group_count=2),
@@ -257,12 +301,37 @@ def shapes() -> list[Case]:
         of("concatenate", lambda a, b: lax.concatenate((a, b), 1), shape, (4, 8), data=distinct),
         of("concatenate", lambda a: lax.concatenate_p.bind(a, dimension=1), shape, note="one"),
         of("split", lambda x: lax.split(x, (2, 4), 1), shape, data=distinct),
-        of("pad", lambda x: lax.pad(x, np.float32(7), ((0, 0, 0), (1, 1, 0))), shape, data=distinct),
-        of("pad", lambda x: lax.pad(x, np.float32(7), ((0, 0, 1), (-1, 1, 0))), shape, note="inside", data=distinct),
+        of(
+            "pad", lambda x: lax.pad(x, np.float32(7), ((0, 0, 0), (1, 1, 0))), shape, data=distinct
+        ),
+        of(
+            "pad",
+            lambda x: lax.pad(x, np.float32(7), ((0, 0, 1), (-1, 1, 0))),
+            shape,
+            note="inside",
+            data=distinct,
+        ),
         of("slice", lambda x: lax.slice(x, (0, 2), (4, 4)), shape, data=distinct),
-        of("slice", lambda x: lax.slice(x, (0, 1), (4, 6), (1, 2)), shape, note="every other", data=distinct),
-        of("slice", lambda x: lax.slice(x, (0, 1), (4, 8), (1, 2)), (4, 10), note="strided", data=distinct),
-        of("dynamic_slice", lambda x: lax.dynamic_slice(x, (start(9), start(3)), (4, 2)), shape, data=distinct),
+        of(
+            "slice",
+            lambda x: lax.slice(x, (0, 1), (4, 6), (1, 2)),
+            shape,
+            note="every other",
+            data=distinct,
+        ),
+        of(
+            "slice",
+            lambda x: lax.slice(x, (0, 1), (4, 8), (1, 2)),
+            (4, 10),
+            note="strided",
+            data=distinct,
+        ),
+        of(
+            "dynamic_slice",
+            lambda x: lax.dynamic_slice(x, (start(9), start(3)), (4, 2)),
+            shape,
+            data=distinct,
+        ),
         of(
             "dynamic_update_slice",
             lambda x, u: lax.dynamic_update_slice(x, u, (start(9), start(3))),
@@ -274,8 +343,20 @@ def shapes() -> list[Case]:
         of("stack", lambda a, b: lax.stack((a, b), 1), shape, shape),
         of("unstack", lambda x: lax.unstack(x, 1), (4, 2, 6)),
         of("reshape", lambda x: lax.reshape(x, (4, 2, 6, 5)), (8, 30), data=distinct),
-        of("reshape", lambda x: lax.reshape(x, (4, 3)), (6, 2), note="nothing in common", data=distinct),
-        of("reshape", lambda x: lax.reshape(x, (6, 8), (1, 0)), (8, 6), note="transposed", data=distinct),
+        of(
+            "reshape",
+            lambda x: lax.reshape(x, (4, 3)),
+            (6, 2),
+            note="nothing in common",
+            data=distinct,
+        ),
+        of(
+            "reshape",
+            lambda x: lax.reshape(x, (6, 8), (1, 0)),
+            (8, 6),
+            note="transposed",
+            data=distinct,
+        ),
     ]
 
 
@@ -296,15 +377,28 @@ def reductions() -> list[Case]:
         )
     ]
     cases += [
-        of(name, lambda x, n=name: getattr(lax, n)(x, axis=1), shape, tolerance=1e-5 * (name == "cumlogsumexp"))
+        of(
+            name,
+            lambda x, n=name: getattr(lax, n)(x, axis=1),
+            shape,
+            tolerance=1e-5 * (name == "cumlogsumexp"),
+        )
         for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
     ]
     return [
         *cases,
         of("argmax", lambda x: lax.argmax(x, 1, np.int32), shape, data=distinct),
         of("argmin", lambda x: lax.argmin(x, 1, np.int32), shape, data=distinct),
-        of("reduce", lambda x, i: lax.reduce(x, i, lambda a, b: a * b + a, (1,)), shape, (), note="any"),
-        of("reduce", lambda x, i: lax.reduce(x, i, lambda a, b: b + a, (1,)), shape, (), note="add"),
+        of(
+            "reduce",
+            lambda x, i: lax.reduce(x, i, lambda a, b: a * b + a, (1,)),
+            shape,
+            (),
+            note="any",
+        ),
+        of(
+            "reduce", lambda x, i: lax.reduce(x, i, lambda a, b: b + a, (1,)), shape, (), note="add"
+        ),
         of(
             "reduce",
             lambda x, y, i, j: lax.reduce(
@@ -316,7 +410,13 @@ def reductions() -> list[Case]:
             (),
             note="two",
         ),
-        of("sort", lambda a, b: lax.sort((a, b), dimension=1, num_keys=1), shape, shape, data=distinct),
+        of(
+            "sort",
+            lambda a, b: lax.sort((a, b), dimension=1, num_keys=1),
+            shape,
+            shape,
+            data=distinct,
+        ),
         of("top_k", lambda x: lax.top_k(x, 2), shape, data=distinct),
         of("approx_top_k", lambda x: lax.approx_max_k(x, 2), shape, data=distinct),
     ]
@@ -349,7 +449,9 @@ def indexing() -> list[Case]:
             name, f"scatter-{name}"
         )
 
-        def rows(rng: np.random.Generator, name: str = name, primitive: str = primitive) -> Application:
+        def rows(
+            rng: np.random.Generator, name: str = name, primitive: str = primitive
+        ) -> Application:
             index = rng.integers(0, 8, (4,))
             index[0] = index[2]
             return application(
@@ -372,7 +474,9 @@ def linear_algebra() -> list[Case]:
         a = rng.normal(size=shape).astype(np.float32)
         return a @ np.swapaxes(a, -1, -2) + 4 * np.eye(shape[-1], dtype=np.float32)
 
-    def on(primitive: str, function: Callable[..., Any], *shapes: tuple[int, ...], note: str = "") -> Case:
+    def on(
+        primitive: str, function: Callable[..., Any], *shapes: tuple[int, ...], note: str = ""
+    ) -> Case:
         def data(rng: np.random.Generator, *shape: int) -> np.ndarray:
             if shape[-2:] == (4, 4):
                 return positive(rng, *shape)
@@ -391,14 +495,26 @@ def linear_algebra() -> list[Case]:
         on("geqrf", primitives()["geqrf"].bind, tall),
         on("householder_product", algebra.householder_product, tall, (2, 4)),
         on("ormqr", lambda a, t, c: algebra.ormqr(a, t, c, left=True), tall, (2, 4), (2, 6, 8)),
-        on("ormqr", lambda a, t, c: algebra.ormqr(a, t, c, left=False), tall, (2, 4), (2, 8, 6), note="right"),
+        on(
+            "ormqr",
+            lambda a, t, c: algebra.ormqr(a, t, c, left=False),
+            tall,
+            (2, 4),
+            (2, 8, 6),
+            note="right",
+        ),
         on("svd", lambda a: algebra.svd(a, full_matrices=False), tall),
         on("svd", lambda a: algebra.svd(a, compute_uv=False), tall, note="values"),
         on("schur", algebra.schur, square),
         on("hessenberg", algebra.hessenberg, square),
         on("tridiagonal", algebra.tridiagonal, square),
         on("tridiagonal_solve", algebra.tridiagonal_solve, (2, 6), (2, 6), (2, 6), (2, 6, 4)),
-        on("triangular_solve", lambda a, b: algebra.triangular_solve(a, b, left_side=True), square, (2, 4, 6)),
+        on(
+            "triangular_solve",
+            lambda a, b: algebra.triangular_solve(a, b, left_side=True),
+            square,
+            (2, 4, 6),
+        ),
         on("triangular_solve", algebra.triangular_solve, square, (2, 6, 4), note="right"),
         on("fft", lambda x: lax.fft(x + 0j, lax.FftType.FFT, (8,)), (4, 6, 8)),
         on("fft", lambda x: lax.fft(x, lax.FftType.RFFT, (6, 8)), (4, 6, 8), note="real"),
@@ -429,7 +545,12 @@ def random_numbers() -> list[Case]:
         else of("iota", lambda: jnp.arange(4)),
         of("random_seed", jax.vmap(jax.random.key), (4,), **words),
         of("random_clone", keyed(jax.random.clone), (4,), **words),
-        of("random_fold_in", keyed(lambda k: jax.vmap(jax.random.fold_in)(k, jnp.arange(4))), (4,), **words),
+        of(
+            "random_fold_in",
+            keyed(lambda k: jax.vmap(jax.random.fold_in)(k, jnp.arange(4))),
+            (4,),
+            **words,
+        ),
         of("random_unwrap", keyed(jax.random.key_data), (4,), **words),
         of("random_wrap", jax.random.wrap_key_data, (4, 2), **words),
         of("random_bits", keyed(jax.vmap(lambda k: jax.random.bits(k, (3,)))), (4,), **words),
@@ -443,10 +564,20 @@ def random_numbers() -> list[Case]:
         ),
         *(
             of(name, table[name].bind, *[(4,)] * arity, **words)
-            for name, arity in (("threefry2x32", 4), ("threefry4x32", 8), ("philox2x32", 3), ("philox4x32", 6))
+            for name, arity in (
+                ("threefry2x32", 4),
+                ("threefry4x32", 8),
+                ("philox2x32", 3),
+                ("philox4x32", 6),
+            )
         ),
         of("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, np.int32), (4, 6)),
-        of("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, np.uint8), (4, 6), note="wider"),
+        of(
+            "bitcast_convert_type",
+            lambda x: lax.bitcast_convert_type(x, np.uint8),
+            (4, 6),
+            note="wider",
+        ),
         of(
             "bitcast_convert_type",
             lambda x: lax.bitcast_convert_type(x, np.float32),

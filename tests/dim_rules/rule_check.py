@@ -1,11 +1,12 @@
 """Dimension rules as claims that are checked by running them.
 
-`application` finds one equation of a function, with concrete operands. `disproved` cuts each PASS and REDUCED loop of a
-rule into pieces, runs the primitive on the pieces, puts the pieces of the results together and compares with the whole.
-`missing` does the converse: it looks for loops of other kinds that can be cut all the same.
+`application` finds one equation of a function, with concrete operands. `disproved` cuts each PASS
+and REDUCED loop of a rule into pieces, runs the primitive on the pieces, puts the pieces of the
+results together and compares with the whole. `missing` does the converse: it looks for loops of
+other kinds that can be cut all the same.
 
-A primitive that addresses absolute positions (an index, a start, a group's extent) is told where its piece starts: see
-`_RUN`. This is what a partitioner does as well.
+A primitive that addresses absolute positions (an index, a start, a group's extent) is told where
+its piece starts: see `_RUN`. This is what a partitioner does as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _INLINED = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
 _CUT = (LoopKind.PASS, LoopKind.REDUCED)
 
 _GENERATORS = frozenset({"random_bits", "random_gamma", "random_split"})
-"""Results depend on the position of an element among those of its key: only loops over keys are cut."""
+"""Results depend on the position of an element among those of its key: only loops over keys are
+cut."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def _equations(
             yield eqn, operands
         if eqn.primitive.name in _INLINED:
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            yield from _equations(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, primitive)
+            yield from _equations(
+                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, primitive
+            )
         env.update(zip(eqn.outvars, run(eqn.primitive, operands, eqn.params), strict=True))
 
 
@@ -86,7 +90,9 @@ def to_eqn(jax_eqn: Any) -> Eqn:
     counter = itertools.count()
 
     def value(var: Any) -> Value:
-        return Value(next(counter), tuple(getattr(var.aval, "shape", ())), "", 1, literal=hasattr(var, "val"))
+        return Value(
+            next(counter), tuple(getattr(var.aval, "shape", ())), "", 1, literal=hasattr(var, "val")
+        )
 
     return Eqn(
         index=0,
@@ -127,14 +133,18 @@ class Piece:
             return array
         return array[
             tuple(
-                slice(self.start(size), self.start(size) + size // self.parts) if loop == self.loop else slice(None)
+                slice(self.start(size), self.start(size) + size // self.parts)
+                if loop == self.loop
+                else slice(None)
                 for size, loop in zip(array.shape, loops, strict=True)
             )
         ]
 
     def operands(self, arrays: Sequence[Array]) -> list[Array]:
         """This piece of all operands."""
-        return [self.of(array, loops) for array, loops in zip(arrays, self.rule.operands, strict=True)]
+        return [
+            self.of(array, loops) for array, loops in zip(arrays, self.rule.operands, strict=True)
+        ]
 
     def shape(self, result: int) -> tuple[int, ...]:
         """Shape of this piece of a result."""
@@ -155,7 +165,8 @@ class Piece:
 
 
 def parts_of(app: Application, rule: DimRule, loop: int) -> int:
-    """Into how many equal pieces a loop is cut: the smallest prime that divides all its dimensions, or 1."""
+    """Into how many equal pieces a loop is cut: the smallest prime that divides all its dimensions,
+    or 1."""
     common = 0
     for values, maps in ((app.eqn.inputs, rule.operands), (app.eqn.outputs, rule.results)):
         for value, loops in zip(values, maps, strict=True):
@@ -165,7 +176,10 @@ def parts_of(app: Application, rule: DimRule, loop: int) -> int:
     if app.eqn.primitive == "conv_general_dilated":
         for groups, dim in (("feature_group_count", 1), ("batch_group_count", 0)):
             count = app.eqn.params[groups]
-            if count > 1 and rule.operands[0][app.eqn.params["dimension_numbers"].lhs_spec[dim]] == loop:
+            if (
+                count > 1
+                and rule.operands[0][app.eqn.params["dimension_numbers"].lhs_spec[dim]] == loop
+            ):
                 common = math.gcd(common, count)
     return next((p for p in range(2, common + 1) if common % p == 0), 1)
 
@@ -199,8 +213,11 @@ def _picked(app: Application, whole: Array, indices: Sequence[Array]) -> Array:
     return jnp.take_along_axis(found, jnp.expand_dims(best, axis), axis).squeeze(axis)
 
 
-def from_pieces(app: Application, rule: DimRule, loop: int, parts: int, arrays: Sequence[Array]) -> list[list[Array]]:
-    """For each result, what the pieces make of it: one array, or several that must all equal the whole."""
+def from_pieces(
+    app: Application, rule: DimRule, loop: int, parts: int, arrays: Sequence[Array]
+) -> list[list[Array]]:
+    """For each result, what the pieces make of it: one array, or several that must all equal the
+    whole."""
     runner = _RUN.get(app.eqn.primitive, _plain)
     pieces = [runner(Piece(app, rule, loop, part, parts), list(arrays)) for part in range(parts)]
     made = []
@@ -249,7 +266,9 @@ def disproved(app: Application, rule: DimRule, tolerance: float = 0.0) -> tuple[
 
 def same(whole: Sequence[Array], made: Sequence[Sequence[Array]], tolerance: float) -> bool:
     """Whether everything made of pieces equals the whole."""
-    return all(_equal(a, b, tolerance) for a, several in zip(whole, made, strict=True) for b in several)
+    return all(
+        _equal(a, b, tolerance) for a, several in zip(whole, made, strict=True) for b in several
+    )
 
 
 def _equal(a: Array, b: Array, tolerance: float) -> bool:
@@ -270,8 +289,18 @@ def hypotheses(rule: DimRule) -> Iterator[tuple[str, DimRule, int]]:
 
     def places(loop: int) -> str:
         return str(
-            [f"operand {i} dim {d}" for i, loops in enumerate(rule.operands) for d, x in enumerate(loops) if x == loop]
-            + [f"result {i} dim {d}" for i, loops in enumerate(rule.results) for d, x in enumerate(loops) if x == loop]
+            [
+                f"operand {i} dim {d}"
+                for i, loops in enumerate(rule.operands)
+                for d, x in enumerate(loops)
+                if x == loop
+            ]
+            + [
+                f"result {i} dim {d}"
+                for i, loops in enumerate(rule.results)
+                for d, x in enumerate(loops)
+                if x == loop
+            ]
         )
 
     def kind(loop: int, new: LoopKind) -> DimRule:
@@ -286,12 +315,15 @@ def hypotheses(rule: DimRule) -> Iterator[tuple[str, DimRule, int]]:
     for a, b in itertools.product(uncut, uncut):
         if a in in_operands - in_results and b in in_results - in_operands:
             merged = kind(a, LoopKind.PASS)
-            results = tuple(tuple(a if loop == b else loop for loop in loops) for loops in merged.results)
+            results = tuple(
+                tuple(a if loop == b else loop for loop in loops) for loops in merged.results
+            )
             yield f"{places(a)} and {places(b)} pass", replace(merged, results=results), a
 
 
 def missing(apps: Sequence[Application], rule: DimRule, tolerance: float = 0.0) -> list[str]:
-    """Cuts that the rule does not allow, but that work on all of these applications (equal but for their data)."""
+    """Cuts that the rule does not allow, but that work on all of these applications (equal but for
+    their data)."""
     found = []
     for what, more, loop in hypotheses(rule):
         parts = parts_of(apps[0], more, loop)
@@ -303,15 +335,15 @@ def missing(apps: Sequence[Application], rule: DimRule, tolerance: float = 0.0) 
 def _cuts(app: Application, rule: DimRule, loop: int, parts: int, tolerance: float) -> bool:
     """Whether a loop can be cut; a primitive that refuses the pieces cannot."""
     try:
-        made = jax.jit(lambda *arrays: from_pieces(app, rule, loop, parts, arrays), compiler_options=QUICKLY)(
-            *app.operands
-        )
+        made = jax.jit(
+            lambda *arrays: from_pieces(app, rule, loop, parts, arrays), compiler_options=QUICKLY
+        )(*app.operands)
     except Exception:
         return False
     return same(run(app.primitive, app.operands, app.eqn.params), made, tolerance)
 
 
-# How pieces are run -------------------------------------------------------------------------------------------------
+# How pieces are run -------------------------------------------------------------------------------
 
 
 def _plain(piece: Piece, arrays: list[Array]) -> list[Array]:
@@ -328,7 +360,11 @@ def _with_result_shape(name: str) -> Callable[[Piece, list[Array]], list[Array]]
 def _iota(piece: Piece, arrays: list[Array]) -> list[Array]:
     (made,) = piece.bind(arrays, shape=piece.shape(0))
     dim = piece.params["dimension"]
-    start = piece.start(piece.app.eqn.outputs[0].shape[dim]) if piece.rule.results[0][dim] == piece.loop else 0
+    start = (
+        piece.start(piece.app.eqn.outputs[0].shape[dim])
+        if piece.rule.results[0][dim] == piece.loop
+        else 0
+    )
     return [made + jnp.asarray(start, made.dtype)]
 
 
@@ -374,7 +410,8 @@ def _reduce(piece: Piece, arrays: list[Array]) -> list[Array]:
 
 
 def _dynamic_update_slice(piece: Piece, arrays: list[Array]) -> list[Array]:
-    """A piece with margins as large as the update: what falls outside the piece is written to the margins."""
+    """A piece with margins as large as the update: what falls outside the piece is written to the
+    margins."""
     operand, update, *starts = piece.operands(arrays)
     for dim in set(piece.dims(0)) - set(piece.dims(1)):
         size, width = arrays[0].shape[dim], update.shape[dim]
@@ -398,7 +435,9 @@ def _gather(piece: Piece, arrays: list[Array]) -> list[Array]:
     operand, indices = piece.operands(arrays)
     sizes = list(piece.params["slice_sizes"])
     window = [
-        d for d in range(operand.ndim) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        d
+        for d in range(operand.ndim)
+        if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     ]
     for dim, position in zip(window, numbers.offset_dims, strict=True):
         if piece.rule.results[0][position] == piece.loop:
@@ -423,11 +462,14 @@ def _gather(piece: Piece, arrays: list[Array]) -> list[Array]:
     (result,) = piece.bind([operand, shifted])
     mine = jnp.where(outside, piece.part == 0, here)
     batch = [d for d in range(result.ndim) if d not in numbers.offset_dims]
-    return [jnp.where(lax.broadcast_in_dim(mine, result.shape, batch), result, jnp.zeros_like(result))]
+    return [
+        jnp.where(lax.broadcast_in_dim(mine, result.shape, batch), result, jnp.zeros_like(result))
+    ]
 
 
 def _scatter(piece: Piece, arrays: list[Array]) -> list[Array]:
-    """Indices are shifted by the start of the piece, which has margins for windows that cross its ends."""
+    """Indices are shifted by the start of the piece, which has margins for windows that cross its
+    ends."""
     if piece.rule.kinds[piece.loop] is LoopKind.REDUCED:
         return _counted_once(0)(piece, arrays)
     numbers, mode = piece.params["dimension_numbers"], piece.params["mode"]
@@ -447,7 +489,9 @@ def _scatter(piece: Piece, arrays: list[Array]) -> list[Array]:
     index = jnp.clip(index, 0, size - width) - piece.start(size) + width
     outside = dropped | (index < 0) | (index > size // piece.parts + width)
     indices = indices.at[..., column].set(jnp.where(outside, -1, index))
-    (result,) = piece.bind([_with_margins(operand, dim, width), indices, updates], mode=Mode.FILL_OR_DROP)
+    (result,) = piece.bind(
+        [_with_margins(operand, dim, width), indices, updates], mode=Mode.FILL_OR_DROP
+    )
     return [lax.slice_in_dim(result, width, result.shape[dim] - width, axis=dim)]
 
 
@@ -459,7 +503,8 @@ def _window_sizes(numbers: Any, rank: int, updates: Sequence[int]) -> list[int]:
 
 
 def _ragged_dot(piece: Piece, arrays: list[Array]) -> list[Array]:
-    """A cut of the ragged dimension clips each group's extent; groups of another piece multiply by 0."""
+    """A cut of the ragged dimension clips each group's extent; groups of another piece multiply by
+    0."""
     numbers = piece.params["ragged_dot_dimension_numbers"]
     left, right, sizes = piece.operands(arrays)
     (ragged,) = numbers.lhs_ragged_dimensions
@@ -492,4 +537,6 @@ _RUN: dict[str, Callable[[Piece, list[Array]], list[Array]]] = {
     "slice": _slice,
     "split": _split,
     "symmetric_product": _counted_once(1),
-} | dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter)
+} | dict.fromkeys(
+    ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter
+)

@@ -1,4 +1,5 @@
-"""Our rules against those that the compiler states for the same operations; every difference has a reason."""
+"""Our rules against those that the compiler states for the same operations; every difference has a
+reason."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from autoshard.dim_rules import DimRule, LoopKind, known_primitives
 from autoshard.discover import stated_rule
 from autoshard.partition import lowered_ops
 
-_EXACT_WINDOWS = "windows that tile the dimension need no halo; the compiler's rule does not look at strides"
+_EXACT_WINDOWS = (
+    "windows that tile the dimension need no halo; the compiler's rule does not look at strides"
+)
 _NO_HALO_OF_ALL = "every element needs all before it; the compiler gathers them as one large halo"
 _PAIRS = "partial results are combined, but by none of add, max, min, mul, and, or, xor: by the user's function"
 _COLUMNS = "columns of the right-hand side are solved one by one; jax states the batch dimensions of its own calls only"
@@ -23,7 +26,9 @@ _PARTS = "operand and result do share a part of the dimension, for which a resha
 _SOURCE = "the compiler maps one of the two operands of the window only"
 
 EXPLAINED: Mapping[str, str] = {
-    **dict.fromkeys((f"reduce_window{kind}[tiled]" for kind in ("", "_sum", "_max", "_min")), _EXACT_WINDOWS),
+    **dict.fromkeys(
+        (f"reduce_window{kind}[tiled]" for kind in ("", "_sum", "_max", "_min")), _EXACT_WINDOWS
+    ),
     "conv_general_dilated[patches]": _EXACT_WINDOWS,
     "select_and_gather_add[tiled]": _EXACT_WINDOWS,
     "select_and_scatter_add[tiled]": _EXACT_WINDOWS,
@@ -33,7 +38,14 @@ EXPLAINED: Mapping[str, str] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _NO_HALO_OF_ALL),
     "reduce[any]": _PAIRS,
     **dict.fromkeys(
-        ("ormqr", "ormqr[right]", "tridiagonal_solve", "triangular_solve", "triangular_solve[right]"), _COLUMNS
+        (
+            "ormqr",
+            "ormqr[right]",
+            "tridiagonal_solve",
+            "triangular_solve",
+            "triangular_solve[right]",
+        ),
+        _COLUMNS,
     ),
     **dict.fromkeys(("concatenate", "dynamic_slice", "stack"), _PARTS),
     "tile": "copies of a split dimension are a reshard; it is lowered as a new dimension that is merged afterwards",
@@ -62,7 +74,8 @@ Loop = tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 
 def loops(rule: DimRule, app: Application) -> set[Loop]:
-    """The loops that can be split: kind, and the dimensions (of size > 1) of operands and results."""
+    """The loops that can be split: kind, and the dimensions (of size > 1) of operands and
+    results."""
     found = set()
     for loop, kind in enumerate(rule.kinds):
         operands, results = (
@@ -81,9 +94,9 @@ def loops(rule: DimRule, app: Application) -> set[Loop]:
 
 def theirs(app: Application) -> DimRule | None:
     """What the compiler states for the lowering of an equation by itself."""
-    lowered = jax.jit(lambda *operands: run(app.primitive, operands, app.eqn.params), keep_unused=True).lower(
-        *app.operands
-    )
+    lowered = jax.jit(
+        lambda *operands: run(app.primitive, operands, app.eqn.params), keep_unused=True
+    ).lower(*app.operands)
     return stated_rule(app.eqn, lowered_ops(lowered))
 
 
@@ -105,7 +118,9 @@ def test_rule_is_the_compilers_or_differs_for_a_reason(case: Case) -> None:
         return
     ours = loops(known_primitives()[case.primitive].rule(app.eqn), app)
     SEEN["compared"] += 1
-    assert (ours != loops(stated, app)) == (str(case) in reasons()), f"ours {ours}\ntheirs {loops(stated, app)}"
+    assert (ours != loops(stated, app)) == (str(case) in reasons()), (
+        f"ours {ours}\ntheirs {loops(stated, app)}"
+    )
 
 
 def test_most_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""Rules against drawn shapes and parameters, one strategy a family: cut, run, put together, compare exactly.
+"""Rules against drawn shapes and parameters, one strategy a family: cut, run, put together, compare
+exactly.
 
 Data are small integers, so that sums in any order agree to the last bit.
 """
@@ -27,10 +28,18 @@ EXAMPLES = 15
 def examples(count: int = EXAMPLES) -> Any:
     """Deterministic, without deadlines."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=quiet)
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=quiet,
+    )
 
 
-def holds(primitive: str, function: Callable[..., Any], *inputs: Any, tolerance: float = 0.0) -> None:
+def holds(
+    primitive: str, function: Callable[..., Any], *inputs: Any, tolerance: float = 0.0
+) -> None:
     """Asserts that the rule of a primitive in a function is what running says."""
     app = application(primitive, function, *inputs)
     wrong, _ = disproved(app, known_primitives()[primitive].rule(app.eqn), tolerance)
@@ -88,7 +97,8 @@ def test_dot_general(data: st.DataObject) -> None:
 @examples()
 @given(data=st.data())
 def test_ragged_dot(data: st.DataObject) -> None:
-    """The ragged dimension is free, contracting, or a batch dimension; groups may be empty or not fill it."""
+    """The ragged dimension is free, contracting, or a batch dimension; groups may be empty or not
+    fill it."""
     rng = np.random.default_rng(0)
     b, m, k, n, groups = (data.draw(st.sampled_from((2, 4))) for _ in range(5))
     mode = data.draw(st.sampled_from(("free", "contracting", "batch")))
@@ -103,7 +113,13 @@ def test_ragged_dot(data: st.DataObject) -> None:
     )
     x = integers(rng, b, m, k)
     y = integers(rng, groups, b, k, n) if mode == "free" else integers(rng, b, k, n)
-    holds("ragged_dot_general", lambda x, y, s: lax.ragged_dot_general(x, y, s, numbers), x, y, group_sizes)
+    holds(
+        "ragged_dot_general",
+        lambda x, y, s: lax.ragged_dot_general(x, y, s, numbers),
+        x,
+        y,
+        group_sizes,
+    )
 
 
 @examples(40)
@@ -128,7 +144,9 @@ def test_conv(data: st.DataObject) -> None:
         dilation.append(data.draw(st.sampled_from((1, 1, 2))))
         image.append(data.draw(st.sampled_from((6, 8))))
     orders = [data.draw(st.permutations(range(space + 2))) for _ in range(3)]
-    numbers = lax.ConvDimensionNumbers(*(tuple(order.index(i) for i in range(space + 2)) for order in orders))
+    numbers = lax.ConvDimensionNumbers(
+        *(tuple(order.index(i) for i in range(space + 2)) for order in orders)
+    )
     x = integers(rng, *(image[i] for i in orders[0]))
     y = integers(rng, *(kernel[i] for i in orders[1]))
 
@@ -155,8 +173,12 @@ def test_reduce_window(data: st.DataObject) -> None:
     shape = [data.draw(st.sampled_from((2, 4, 6))) for _ in range(rank)]
     window = tuple(data.draw(st.sampled_from((1, 1, 2))) for _ in range(rank))
     strides = tuple(data.draw(st.sampled_from((1, w))) for w in window)
-    padding = tuple(data.draw(st.sampled_from(((0, 0), (0, 0), (1, 1)))) if w > 1 else (0, 0) for w in window)
-    name = data.draw(st.sampled_from(("sum", "max", "select_and_gather_add", "select_and_scatter_add")))
+    padding = tuple(
+        data.draw(st.sampled_from(((0, 0), (0, 0), (1, 1)))) if w > 1 else (0, 0) for w in window
+    )
+    name = data.draw(
+        st.sampled_from(("sum", "max", "select_and_gather_add", "select_and_scatter_add"))
+    )
     geometry = {"window_dimensions": window, "window_strides": strides, "padding": padding}
     dilations = {"base_dilation": (1,) * rank, "window_dilation": (1,) * rank}
     x = distinct(rng, *shape)
@@ -172,14 +194,23 @@ def test_reduce_window(data: st.DataObject) -> None:
             x,
         )
     else:
-        sizes = [(n + sum(p) - w) // s + 1 for n, p, w, s in zip(shape, padding, window, strides, strict=True)]
-        holds(name, lambda s, x: table[name].bind(s, x, select_prim=lax.ge_p, **geometry), integers(rng, *sizes), x)
+        sizes = [
+            (n + sum(p) - w) // s + 1
+            for n, p, w, s in zip(shape, padding, window, strides, strict=True)
+        ]
+        holds(
+            name,
+            lambda s, x: table[name].bind(s, x, select_prim=lax.ge_p, **geometry),
+            integers(rng, *sizes),
+            x,
+        )
 
 
 @examples(40)
 @given(data=st.data())
 def test_reshape(data: st.DataObject) -> None:
-    """Both shapes are groupings of the same list of factors, or unrelated factorings of one number."""
+    """Both shapes are groupings of the same list of factors, or unrelated factorings of one
+    number."""
     rng = np.random.default_rng(0)
     factors = data.draw(st.lists(st.sampled_from((1, 2, 2, 3, 4)), min_size=1, max_size=5))
 
@@ -199,7 +230,9 @@ def test_reshape(data: st.DataObject) -> None:
     if shape != new or order is not None:
         holds(
             "reshape",
-            lambda x: lax.reshape_p.bind(x, new_sizes=tuple(new), dimensions=order and tuple(order), sharding=None),
+            lambda x: lax.reshape_p.bind(
+                x, new_sizes=tuple(new), dimensions=order and tuple(order), sharding=None
+            ),
             x,
         )
 
@@ -214,7 +247,9 @@ def test_moving_and_cutting(data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, rank - 1))
     some = data.draw(st.sets(st.integers(0, rank - 1)))
     edges = [
-        (data.draw(st.sampled_from(((0, 0, 0), (1, 1, 0), (-1, 1, 0), (0, 1, 1))))) if d in some else (0, 0, 0)
+        (data.draw(st.sampled_from(((0, 0, 0), (1, 1, 0), (-1, 1, 0), (0, 1, 1)))))
+        if d in some
+        else (0, 0, 0)
         for d in range(rank)
     ]
     starts = [data.draw(st.integers(0, n - 1)) if d in some else 0 for d, n in enumerate(shape)]
@@ -235,12 +270,19 @@ def test_moving_and_cutting(data: st.DataObject) -> None:
                 (
                     "slice",
                     lambda x: lax.slice_p.bind(
-                        x, start_indices=tuple(starts), limit_indices=tuple(shape), strides=tuple(strides)
+                        x,
+                        start_indices=tuple(starts),
+                        limit_indices=tuple(shape),
+                        strides=tuple(strides),
                     ),
                     (x,),
                 ),
                 ("dynamic_slice", lambda x: lax.dynamic_slice(x, index, widths), (x,)),
-                ("dynamic_update_slice", lambda x, u: lax.dynamic_update_slice(x, u, index), (x, update)),
+                (
+                    "dynamic_update_slice",
+                    lambda x, u: lax.dynamic_update_slice(x, u, index),
+                    (x, update),
+                ),
                 ("squeeze", lambda x: lax.squeeze(x[:, None], (1,)), (x,)),
                 ("tile", lambda x: lax.tile(x, [2 if d in some else 1 for d in range(rank)]), (x,)),
                 ("stack", lambda x: lax.stack((x, x), dim), (x,)),
@@ -261,7 +303,9 @@ def test_broadcast_in_dim(data: st.DataObject) -> None:
     assume(shape != result)
     holds(
         "broadcast_in_dim",
-        lambda x: lax.broadcast_in_dim_p.bind(x, shape=tuple(result), broadcast_dimensions=tuple(kept), sharding=None),
+        lambda x: lax.broadcast_in_dim_p.bind(
+            x, shape=tuple(result), broadcast_dimensions=tuple(kept), sharding=None
+        ),
         integers(rng, *shape),
     )
 
@@ -283,8 +327,16 @@ def test_reductions(data: st.DataObject) -> None:
                 ("reduce_prod", lambda x: x.prod(axes), integers(rng, *shape, low=1, high=3)),
                 ("reduce_and", lambda x: x.all(axes), bools),
                 ("reduce_or", lambda x: x.any(axes), bools),
-                ("reduce_xor", lambda x: lax.reduce_xor(x, axes), integers(rng, *shape, dtype=np.int32)),
-                ("reduce", lambda x: lax.reduce(x, jnp.float32(3), lambda a, b: a + b, axes), integers(rng, *shape)),
+                (
+                    "reduce_xor",
+                    lambda x: lax.reduce_xor(x, axes),
+                    integers(rng, *shape, dtype=np.int32),
+                ),
+                (
+                    "reduce",
+                    lambda x: lax.reduce(x, jnp.float32(3), lambda a, b: a + b, axes),
+                    integers(rng, *shape),
+                ),
                 (
                     "reduce",
                     lambda x: lax.reduce(x, jnp.float32(1), lambda a, b: a * b + a, axes),
@@ -293,7 +345,11 @@ def test_reductions(data: st.DataObject) -> None:
                 ("argmax", lambda x: lax.argmax(x, dim, np.int32), distinct(rng, *shape)),
                 ("cumsum", lambda x: lax.cumsum(x, dim), integers(rng, *shape)),
                 ("cummax", lambda x: lax.cummax(x, dim, reverse=True), integers(rng, *shape)),
-                ("sort", lambda x: lax.sort((x, x), dimension=dim, num_keys=1), integers(rng, *shape)),
+                (
+                    "sort",
+                    lambda x: lax.sort((x, x), dimension=dim, num_keys=1),
+                    integers(rng, *shape),
+                ),
                 ("top_k", lambda x: lax.top_k(x, 1), distinct(rng, *shape)),
             )
         )
@@ -304,14 +360,19 @@ def test_reductions(data: st.DataObject) -> None:
 INDEXED = st.sampled_from(("batch", "row", "full", "part", "full at index"))
 
 
-def _draw_indexing(data: st.DataObject) -> tuple[list[str], list[int], list[int], list[int], list[int]]:
-    """Roles, sizes and window sizes of an operand's dimensions; batching and further dimensions of the indices."""
+def _draw_indexing(
+    data: st.DataObject,
+) -> tuple[list[str], list[int], list[int], list[int], list[int]]:
+    """Roles, sizes and window sizes of an operand's dimensions; batching and further dimensions of
+    the indices."""
     roles = data.draw(st.lists(INDEXED, min_size=1, max_size=3))
     if all(role in ("batch", "full") for role in roles):
         roles[-1] = "row"
     sizes = [data.draw(EVEN) for _ in roles]
     widths = [
-        n if role.startswith("full") else (data.draw(st.integers(1, n - 1)) if role == "part" else 1)
+        n
+        if role.startswith("full")
+        else (data.draw(st.integers(1, n - 1)) if role == "part" else 1)
         for role, n in zip(roles, sizes, strict=True)
     ]
     batch = [n for role, n in zip(roles, sizes, strict=True) if role == "batch"]
@@ -324,7 +385,9 @@ def _indices(
 ) -> np.ndarray:
     """Index vectors, some out of bounds unless `inside`."""
     columns = [
-        rng.integers(0 if inside else -1, 1 if inside and role != "row" else n + (not inside), batch)
+        rng.integers(
+            0 if inside else -1, 1 if inside and role != "row" else n + (not inside), batch
+        )
         for role, n in zip(roles, sizes, strict=True)
         if role in ("row", "part", "full at index")
     ]
@@ -341,7 +404,8 @@ MODES = st.sampled_from(("fill", "clip", "promise_in_bounds"))
 @examples(30)
 @given(data=st.data())
 def test_gather(data: st.DataObject) -> None:
-    """Each dimension is batching, collapsed and indexed, or a window: whole or partial, indexed or not."""
+    """Each dimension is batching, collapsed and indexed, or a window: whole or partial, indexed or
+    not."""
     rng = np.random.default_rng(0)
     roles, sizes, widths, batch, looked_up = _draw_indexing(data)
     mode = data.draw(MODES)
@@ -389,7 +453,9 @@ def test_scatter(data: st.DataObject) -> None:
     places = tuple(sorted(data.draw(st.permutations(range(rank)))[: len(windows)]))
     around = iter(batch + looked_up)
     inner = iter(widths[d] for d in windows)
-    updates = integers(rng, *(next(inner) if d in places else next(around) for d in range(rank)), low=-2, high=3)
+    updates = integers(
+        rng, *(next(inner) if d in places else next(around) for d in range(rank)), low=-2, high=3
+    )
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=places,
         inserted_window_dims=_dims(roles, "row"),
@@ -419,7 +485,11 @@ def test_linear_algebra(data: st.DataObject) -> None:
             (
                 ("lu", lax.linalg.lu, (a,)),
                 ("qr", lax.linalg.qr, (a,)),
-                ("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (a, b)),
+                (
+                    "triangular_solve",
+                    lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
+                    (a, b),
+                ),
                 ("cholesky", lambda a: lax.linalg.cholesky(a @ a.mT, symmetrize_input=False), (a,)),
                 ("fft", lambda b: lax.fft(b + 0j, lax.FftType.FFT, b.shape[-1:]), (b,)),
             )
@@ -430,7 +500,9 @@ def test_linear_algebra(data: st.DataObject) -> None:
 
 @examples()
 @given(
-    shape=shapes((0, 2)), words=shapes((0, 2)), name=st.sampled_from(("random_bits", "random_split", "random_unwrap"))
+    shape=shapes((0, 2)),
+    words=shapes((0, 2)),
+    name=st.sampled_from(("random_bits", "random_split", "random_unwrap")),
 )
 def test_keys(shape: list[int], words: list[int], name: str) -> None:
     """Keys of any shape: their dimensions pass."""

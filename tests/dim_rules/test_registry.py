@@ -27,7 +27,9 @@ def lowered_primitives() -> set[str]:
 
     Asked of a fresh interpreter: other tests and libraries register primitives of their own.
     """
-    found = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", NAMES], capture_output=True, text=True, check=True
+    )
     return set(found.stdout.split())
 
 
@@ -62,4 +64,6 @@ def test_strange_parameters_never_raise(primitive: str) -> None:
     """Every dimension has a loop even where the parameters are not there at all."""
     rule = rule_of(_eqn(primitive))
     assert [len(loops) for loops in rule.operands + rule.results] == [2, 2, 2]
-    assert {loop for loops in rule.operands + rule.results for loop in loops} <= set(range(len(rule.kinds)))
+    assert {loop for loops in rule.operands + rule.results for loop in loops} <= set(
+        range(len(rule.kinds))
+    )

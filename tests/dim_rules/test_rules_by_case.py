@@ -1,4 +1,5 @@
-"""Each primitive with a rule, run whole and in pieces; and what its rule does not allow, tried too."""
+"""Each primitive with a rule, run whole and in pieces; and what its rule does not allow, tried
+too."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def linked(found: DimRule) -> set[tuple[int, int]]:
         ((4, 0), (4, 3, 0), {(0, 0)}),
     ],
 )
-def test_reshape_joins_the_major_dimensions(in_shape: Shape, out_shape: Shape, expected: set[tuple[int, int]]) -> None:
+def test_reshape_joins_the_major_dimensions(
+    in_shape: Shape, out_shape: Shape, expected: set[tuple[int, int]]
+) -> None:
     assert linked(reshape_rule(in_shape, out_shape)) == expected
 
 
@@ -67,10 +69,17 @@ def test_reshape_joins_the_major_dimensions(in_shape: Shape, out_shape: Shape, e
     ],
 )
 def test_a_scanned_dimension_leaves_the_loop_to_the_next(
-    in_shape: Shape, out_shape: Shape, skip_in: set[int], skip_out: set[int], expected: set[tuple[int, int]]
+    in_shape: Shape,
+    out_shape: Shape,
+    skip_in: set[int],
+    skip_out: set[int],
+    expected: set[tuple[int, int]],
 ) -> None:
     """An unchanged dimension passes even if it is scanned: it is the same dimension."""
-    assert linked(reshape_rule(in_shape, out_shape, frozenset(skip_in), frozenset(skip_out))) == expected
+    assert (
+        linked(reshape_rule(in_shape, out_shape, frozenset(skip_in), frozenset(skip_out)))
+        == expected
+    )
 
 
 def test_groups_are_the_shortest() -> None:
@@ -93,7 +102,9 @@ def test_changed_dimensions_of_a_slice_correspond_without_being_one_axis() -> No
 def test_every_other_element_passes() -> None:
     """Rotary embeddings that interleave take x[..., ::2] and x[..., 1::2]."""
     for start in (0, 1):
-        found = rule("slice", [(8,)], [(4,)], start_indices=(start,), limit_indices=(8,), strides=(2,))
+        found = rule(
+            "slice", [(8,)], [(4,)], start_indices=(start,), limit_indices=(8,), strides=(2,)
+        )
         assert found.kinds == (PASS,)
 
 
@@ -102,10 +113,16 @@ def _gather_numbers(**numbers: Any) -> SimpleNamespace:
 
 
 def test_embedding_look_up() -> None:
-    """(vocabulary, features)[tokens]: a split vocabulary leaves a partial sum, features and tokens pass."""
+    """(vocabulary, features)[tokens]: a split vocabulary leaves a partial sum, features and tokens
+    pass."""
     numbers = _gather_numbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,))
     found = rule(
-        "gather", [(64, 8), (2, 6, 1)], [(2, 6, 8)], dimension_numbers=numbers, slice_sizes=(1, 8), mode="clip"
+        "gather",
+        [(64, 8), (2, 6, 1)],
+        [(2, 6, 8)],
+        dimension_numbers=numbers,
+        slice_sizes=(1, 8),
+        mode="clip",
     )
     vocabulary, features = found.operands[0]
     assert (found.kinds[vocabulary], found.kinds[features]) == (REDUCED, PASS)
@@ -134,7 +151,9 @@ def test_scatter_into_rows(primitive: str, batch: LoopKind) -> None:
 
 def _conv(lhs: Shape, rhs: Shape, out: Shape, **params: Any) -> DimRule:
     one = (1,) * (len(lhs) - 2)
-    numbers = SimpleNamespace(**dict.fromkeys(("lhs_spec", "rhs_spec", "out_spec"), tuple(range(len(lhs)))))
+    numbers = SimpleNamespace(
+        **dict.fromkeys(("lhs_spec", "rhs_spec", "out_spec"), tuple(range(len(lhs))))
+    )
     defaults: dict[str, Any] = {
         "window_strides": one,
         "padding": ((0, 0),) * len(one),
@@ -143,7 +162,9 @@ def _conv(lhs: Shape, rhs: Shape, out: Shape, **params: Any) -> DimRule:
         "feature_group_count": 1,
         "batch_group_count": 1,
     }
-    return rule("conv_general_dilated", [lhs, rhs], [out], dimension_numbers=numbers, **(defaults | params))
+    return rule(
+        "conv_general_dilated", [lhs, rhs], [out], dimension_numbers=numbers, **(defaults | params)
+    )
 
 
 def test_convolution_with_a_halo() -> None:
@@ -182,7 +203,9 @@ def test_windows_that_share_or_leave_out_elements_do_not_tile() -> None:
 
 
 def test_broadcast_makes_new_dimensions_on_each_device() -> None:
-    found = rule("broadcast_in_dim", [(1, 6)], [(4, 3, 6)], shape=(4, 3, 6), broadcast_dimensions=(1, 2))
+    found = rule(
+        "broadcast_in_dim", [(1, 6)], [(4, 3, 6)], shape=(4, 3, 6), broadcast_dimensions=(1, 2)
+    )
     assert [found.kinds[loop] for loop in found.results[0]] == [PASS, PASS, PASS]
     assert found.kinds[found.operands[0][0]] is WHOLE
     assert found.operands[0][1] == found.results[0][2]

@@ -110,7 +110,9 @@ EQUINOX_OPTIMIZER = optax.adam(1e-2)
 
 
 @eqx.filter_jit
-def equinox_step(model: Network, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Network, Any, jax.Array]:
+def equinox_step(
+    model: Network, opt_state: Any, x: jax.Array, y: jax.Array
+) -> tuple[Network, Any, jax.Array]:
     """A step as Equinox's documentation writes it."""
 
     @eqx.filter_value_and_grad
@@ -126,5 +128,8 @@ def equinox_args() -> tuple[Network, Any, np.ndarray, np.ndarray]:
     """Arguments of `equinox_step`."""
     model = Network(jax.random.key(0))
     rng = np.random.default_rng(1)
-    x, y = rng.standard_normal((32, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(np.float32)
+    x, y = (
+        rng.standard_normal((32, 16)).astype(np.float32),
+        rng.standard_normal((32, 8)).astype(np.float32),
+    )
     return model, EQUINOX_OPTIMIZER.init(eqx.filter(model, eqx.is_array)), x, y

@@ -32,7 +32,9 @@ def test_the_dashboard_shows_the_study(tmp_path: Path) -> None:
         mlp_step, mlp_args(), "data=4,model=2", donate_argnums=0, progress=False, storage=tmp_path / "study.log",
         study="mine", effort=autoshard.Effort(compiled=1, measured=0),
     )  # fmt: skip
-    app = optuna_dashboard.wsgi(get_storage(str(tmp_path / "study.log")))  # as its command opens a file
+    app = optuna_dashboard.wsgi(
+        get_storage(str(tmp_path / "study.log"))
+    )  # as its command opens a file
     (study,) = [s for s in get(app, "/api/studies")["study_summaries"] if s["study_name"] == "mine"]
     shown = get(app, f"/api/studies/{study['study_id']}")
     assert shown["name"] == "mine"

@@ -1,4 +1,5 @@
-"""Ways in: Flax NNX steps that change their modules, Linen train states, Equinox modules, optax, plain pytrees."""
+"""Ways in: Flax NNX steps that change their modules, Linen train states, Equinox modules, optax,
+plain pytrees."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def close(ours: Any, theirs: Any) -> None:
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=2e-5, atol=2e-5)
 
 
-# Flax NNX -------------------------------------------------------------------------------------------------------------
+# Flax NNX -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,18 @@ def plan() -> autoshard.Plan:
     )  # fmt: skip
 
 
-def test_an_nnx_step_is_searched_and_changes_its_modules_as_nnx_jit_does(plan: autoshard.Plan) -> None:
+def test_an_nnx_step_is_searched_and_changes_its_modules_as_nnx_jit_does(
+    plan: autoshard.Plan,
+) -> None:
     assert plan.verified
     model, optimizer, _ = nnx_args(2)
     theirs_model, theirs_optimizer, _ = nnx_args(2)
     theirs = nnx.jit(nnx_step)
     for seed in range(STEPS):
-        close(plan(model, optimizer, tokens(seed)), theirs(theirs_model, theirs_optimizer, tokens(seed)))
+        close(
+            plan(model, optimizer, tokens(seed)),
+            theirs(theirs_model, theirs_optimizer, tokens(seed)),
+        )
     assert int(optimizer.step[...]) == STEPS
     for (path, ours), (_, other) in zip(
         nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(nnx.state(theirs_model)), strict=True
@@ -107,7 +113,11 @@ def test_other_outputs_and_state_of_a_step() -> None:
         y = model(x) * scale
         return y.sum(), {"y": y}
 
-    args = jnp.float32(2), Net(nnx.Rngs(0)), np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+    args = (
+        jnp.float32(2),
+        Net(nnx.Rngs(0)),
+        np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32),
+    )
     plan = autoshard.apply(step, args, MESH, "dp")
     theirs = Net(nnx.Rngs(0))
     for _ in range(2):
@@ -134,7 +144,7 @@ def test_modules_go_in_by_position(plan: autoshard.Plan) -> None:
         plan(model=model, optimizer=optimizer, tokens=batch)
 
 
-# Names and pins that a model brings -----------------------------------------------------------------------------------
+# Names and pins that a model brings ---------------------------------------------------------------
 
 
 def annotated(*names: str | None) -> nnx.Linear:
@@ -148,7 +158,9 @@ def forward(model: Any, x: jax.Array) -> jax.Array:
 
 
 def test_names_of_nnx_metadata_name_the_roles() -> None:
-    plan = autoshard.apply(forward, (annotated("embed", "mlp"), np.ones((8, 16), np.float32)), MESH, ["mlp->model"])
+    plan = autoshard.apply(
+        forward, (annotated("embed", "mlp"), np.ones((8, 16), np.float32)), MESH, ["mlp->model"]
+    )
     assert plan.specs["model/kernel/value"] == P(None, "model")
     assert plan.table.inputs["model/kernel/value"].roles == ["embed", "mlp"]
     assert plan.table.inputs["x"].roles[1] == "embed"
@@ -174,10 +186,15 @@ def test_mesh_axes_of_metadata_can_be_kept_as_pins() -> None:
     plan = autoshard.apply(forward, args, MESH, "replicated", pins="metadata")
     assert plan.specs["model/kernel/value"] == P(None, "data")
     named = annotated("embed", "data"), args[1]
-    assert autoshard.apply(forward, named, MESH, "replicated", pins="metadata").specs["model/kernel/value"] == P()
+    assert (
+        autoshard.apply(forward, named, MESH, "replicated", pins="metadata").specs[
+            "model/kernel/value"
+        ]
+        == P()
+    )
 
 
-# Linen, Equinox, optax ------------------------------------------------------------------------------------------------
+# Linen, Equinox, optax ----------------------------------------------------------------------------
 
 
 class Mlp(nn.Module):
@@ -192,21 +209,32 @@ def linen_state(key: jax.Array) -> TrainState:
 
 
 def linen_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2))(state.params)
+    loss, grads = jax.value_and_grad(
+        lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
+    )(state.params)
     return state.apply_gradients(grads=grads), loss
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    return rng.standard_normal((32, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(np.float32)
+    return rng.standard_normal((32, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(
+        np.float32
+    )
 
 
 def test_a_linen_train_state() -> None:
     state = linen_state(jax.random.key(0))
     plan = autoshard.apply(linen_step, (state, *data()), MESH, "fsdp+tp", donate_argnums=0)
     made = autoshard.init(plan, linen_state, jax.random.key(0))
-    assert made.params["Dense_0"]["kernel"].sharding.spec == plan.specs["state/params/Dense_0/kernel"] != P()
-    assert made.opt_state[0].mu["Dense_0"]["kernel"].sharding.spec == plan.specs["state/params/Dense_0/kernel"]
+    assert (
+        made.params["Dense_0"]["kernel"].sharding.spec
+        == plan.specs["state/params/Dense_0/kernel"]
+        != P()
+    )
+    assert (
+        made.opt_state[0].mu["Dense_0"]["kernel"].sharding.spec
+        == plan.specs["state/params/Dense_0/kernel"]
+    )
     other = linen_state(jax.random.key(0))
     for _ in range(STEPS):
         made, ours = plan(made, *data())
@@ -220,7 +248,9 @@ def test_an_equinox_step() -> None:
     plan = autoshard.apply(equinox_step, args, MESH, "fsdp+tp")
     model, opt_state = autoshard.init(plan, lambda: equinox_args()[:2])
     assert model.mlp.activation is args[0].mlp.activation
-    assert model.mlp.layers[0].weight.sharding.spec == plan.specs["model/mlp/layers/0/weight"] != P()
+    assert (
+        model.mlp.layers[0].weight.sharding.spec == plan.specs["model/mlp/layers/0/weight"] != P()
+    )
     other_model, other_state = args[:2]
     for _ in range(STEPS):
         model, opt_state, ours = plan(model, opt_state, *args[2:])
@@ -230,7 +260,9 @@ def test_an_equinox_step() -> None:
 
 def test_init_on_an_explicit_mesh_keeps_its_axis_types() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    plan = autoshard.apply(linen_step, (linen_state(jax.random.key(0)), *data()), mesh, "fsdp+tp", donate_argnums=0)
+    plan = autoshard.apply(
+        linen_step, (linen_state(jax.random.key(0)), *data()), mesh, "fsdp+tp", donate_argnums=0
+    )
     made = autoshard.init(plan, linen_state, jax.random.key(0))
     assert made.params["Dense_0"]["kernel"].sharding.mesh.axis_types == (AxisType.Explicit,) * 2
     plan(made, *data())
@@ -238,7 +270,10 @@ def test_init_on_an_explicit_mesh_keeps_its_axis_types() -> None:
 
 def test_init_of_something_else_says_what_is_wanted() -> None:
     plan = autoshard.apply(linen_step, (linen_state(jax.random.key(0)), *data()), MESH, "fsdp+tp")
-    with pytest.raises(autoshard.ArgumentError, match=r"no argument of the plan \[0, 1, 2\]: 1 arrays \(float32\[3\]"):
+    with pytest.raises(
+        autoshard.ArgumentError,
+        match=r"no argument of the plan \[0, 1, 2\]: 1 arrays \(float32\[3\]",
+    ):
         autoshard.init(plan, lambda: jnp.ones(3))
     with pytest.raises(autoshard.ArgumentError, match="at position 1"):
         autoshard.init(plan, lambda key: (linen_state(key), jnp.ones(3)), jax.random.key(0))
@@ -250,7 +285,10 @@ def test_abstract_arguments_have_the_shardings_of_the_plan() -> None:
     for name in (0, "state"):
         abstract = plan.abstract(name)
         assert jax.tree.structure(abstract) == jax.tree.structure(state)
-        assert abstract.params["Dense_0"]["kernel"].sharding.spec == plan.specs["state/params/Dense_0/kernel"]
+        assert (
+            abstract.params["Dense_0"]["kernel"].sharding.spec
+            == plan.specs["state/params/Dense_0/kernel"]
+        )
     with pytest.raises(autoshard.ArgumentError, match=r"abstract\('nothing'"):
         plan.abstract("nothing")
 
@@ -259,7 +297,10 @@ def test_none_of_those_libraries_is_imported_before_it_is_used() -> None:
     script = (
         "import sys, jax.numpy as jnp, autoshard; "
         "autoshard.apply(lambda x: x * 2, (jnp.ones(8),), 'data=1', 'replicated').table.dumps(); "
-        "print([m for m in ('flax', 'equinox', 'optax', 'orbax', 'torch', 'pandas') if m in sys.modules])"
+        "print([m for m in ('flax', 'equinox', 'optax', 'orbax', 'torch', 'pandas') if m in "
+        "sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=200
+    )
     assert done.stdout.strip() == "[]"

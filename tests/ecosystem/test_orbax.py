@@ -1,4 +1,5 @@
-"""Checkpoints on disk: saved under one plan, restored under others straight into their shards, training continues."""
+"""Checkpoints on disk: saved under one plan, restored under others straight into their shards,
+training continues."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ STEPS = 5
 
 
 def mesh_of(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(tuple(axes.values()))
+    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(
+        tuple(axes.values())
+    )
     return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
 
 
@@ -45,7 +48,8 @@ def train(plan: Any, params: Any, moment: Any, steps: range) -> tuple[Any, Any, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A checkpoint after 5 steps under plan A on 4x2, and the losses of 10 steps without interruption."""
+    """A checkpoint after 5 steps under plan A on 4x2, and the losses of 10 steps without
+    interruption."""
     plan = plan_on(mesh_of(data=4, model=2), "fsdp+tp")
     params, moment = args()
     params, moment, first = train(plan, plan.place(0, params), plan.place(1, moment), range(STEPS))
@@ -72,7 +76,9 @@ def test_restored_under_another_plan_training_continues_as_if_nothing_happened(
     path, losses = saved
     plan = plan_on(mesh_of(**mesh), layout)
     with ocp.StandardCheckpointer() as checkpointer:
-        state = checkpointer.restore(path, {"params": plan.abstract("params"), "moment": plan.abstract("moment")})
+        state = checkpointer.restore(
+            path, {"params": plan.abstract("params"), "moment": plan.abstract("moment")}
+        )
     for name in ("params", "moment"):
         for leaf, value in state[name].items():
             assert value.sharding.spec == plan.specs[f"{name}/{leaf}"]
@@ -82,7 +88,9 @@ def test_restored_under_another_plan_training_continues_as_if_nothing_happened(
     np.testing.assert_allclose(rest, losses[STEPS:], rtol=1e-5)
 
 
-def test_the_manager_restores_into_the_plan_too(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_the_manager_restores_into_the_plan_too(
+    saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
     plan, other = plan_on(mesh_of(data=4, model=2), "fsdp"), plan_on(mesh_of(data=2), "fsdp")
     params = plan.place("params", args()[0])
     with ocp.CheckpointManager(tmp_path / "run") as manager:

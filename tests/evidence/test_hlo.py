@@ -1,4 +1,5 @@
-"""The parser of compiled programs against saved programs of CPU, TPU and GPU; the numbers are derived by hand."""
+"""The parser of compiled programs against saved programs of CPU, TPU and GPU; the numbers are
+derived by hand."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ def saved(name: str) -> str:
 
 @pytest.mark.parametrize("version", BOTH_JAX)
 def test_fsdp_scan_on_cpu(version: str) -> None:
-    """5 layers; a weight is 16x32 f32 split over `model`: 1,024 B on one device once gathered over `data`."""
+    """5 layers; a weight is 16x32 f32 split over `model`: 1,024 B on one device once gathered over
+    `data`."""
     ops = read_collectives(saved(f"cpu_fsdp_scan_jax{version}"), MESH)
     gathers = 5 * 2 * 2  # layers, weights, forward and backward
     assert summarise(ops) == (
         Collective("all_gather", ("data",), gathers, gathers * 1024 * 3 // 4),
-        # both gradients in one all-reduce a layer (the CPU compiler has no reduce-scatter), and the scalar loss
+        # both gradients in one all-reduce a layer (the CPU compiler has no reduce-scatter), and the
+        # scalar loss
         Collective("all_reduce", ("data",), 5 + 1, 5 * 2 * 2048 * 3 // 4 + 2 * 4 * 3 // 4),
         # the activations 2x16 of one device, forward and backward
         Collective("all_reduce", ("model",), 5 * 2, 5 * 2 * (2 * (2 * 16 * 4) // 2)),
@@ -53,24 +56,31 @@ def test_nested_loops_on_cpu(version: str) -> None:
 def test_every_kind_on_cpu(version: str) -> None:
     """x is 64x32 f32, 16x16 = 1,024 B on one device."""
     assert summarise(read_collectives(saved(f"cpu_moves_jax{version}"), MESH)) == (
-        Collective("all_gather", ("data",), 2, 2 * 4 * 1024 * 3 // 4),  # by hand; of y^T in one branch of the cond
+        Collective(
+            "all_gather", ("data",), 2, 2 * 4 * 1024 * 3 // 4
+        ),  # by hand; of y^T in one branch of the cond
         Collective("reduce_scatter", ("data", "model"), 1, 1024 * 7 // 8),
         Collective("all_reduce", ("model",), 1, 2 * 1024 // 2),
-        Collective("all_to_all", ("data",), 3, 3 * 1024 * 3 // 4),  # by hand; before and after the sort
+        Collective(
+            "all_to_all", ("data",), 3, 3 * 1024 * 3 // 4
+        ),  # by hand; before and after the sort
         Collective("collective_permute", ("data",), 1, 3 * 16 * 4),  # roll by 3 rows
-        Collective("collective_permute", ("data", "model"), 1, 8 * 16 * 4),  # rows from (data, model) to (model, data)
+        Collective(
+            "collective_permute", ("data", "model"), 1, 8 * 16 * 4
+        ),  # rows from (data, model) to (model, data)
         Collective("collective_permute", ("model",), 1, 1024),
     )
 
 
-# The wide step: up (1024, 4096), down (4096, 1024), x (4096, 1024), all bf16: 4 MiB a weight and 2 MiB of activations
-# on one device.
+# The wide step: up (1024, 4096), down (4096, 1024), x (4096, 1024), all bf16: 4 MiB a weight and 2
+# MiB of activations on one device.
 _WEIGHT, _ACTIVATIONS = 1024 * 2048 * 2, 1024 * 1024 * 2
 
 
 @pytest.mark.parametrize(("program", "merged"), [("tpu_fsdp_scan", 1), ("gpu_fsdp_scan", 2)])
 def test_fsdp_scan_on_accelerators(program: str, merged: int) -> None:
-    """Both compilers move the same bytes; the GPU compiler merges the two weights of a layer into one collective."""
+    """Both compilers move the same bytes; the GPU compiler merges the two weights of a layer into
+    one collective."""
     ops = read_collectives(saved(f"{program}_jax0.12.0.1"), MESH)
     assert summarise(ops) == (
         Collective("all_gather", ("data",), 20 // merged, 20 * _WEIGHT * 3 // 4),
@@ -83,7 +93,8 @@ def test_fsdp_scan_on_accelerators(program: str, merged: int) -> None:
 
 
 def test_every_kind_on_accelerators() -> None:
-    """x is 512x512 f32, 128x256 on one device. The compilers differ in dtype of y (TPU: bf16) and in the sort."""
+    """x is 512x512 f32, 128x256 on one device. The compilers differ in dtype of y (TPU: bf16) and
+    in the sort."""
     x = 128 * 256 * 4
     common = {
         Collective("reduce_scatter", ("data", "model"), 1, x * 7 // 8),
@@ -100,7 +111,9 @@ def test_every_kind_on_accelerators() -> None:
     }
     assert tpu - common == {
         Collective("all_gather", ("data",), 2, 3 * x + 3 * x // 2),
-        Collective("all_to_all", ("data",), 4, 4 * x * 3 // 4),  # the TPU sorts keys and values as two arrays
+        Collective(
+            "all_to_all", ("data",), 4, 4 * x * 3 // 4
+        ),  # the TPU sorts keys and values as two arrays
         Collective("collective_permute", ("data", "model"), 1, x // 4),
     }
     assert common <= gpu
@@ -163,7 +176,9 @@ def test_windowed_loop_without_a_known_trip_count() -> None:
 
 
 def test_loop_whose_bound_is_data_counts_once() -> None:
-    text = LOOP_OF_PERMUTES.replace("%bound = s32[]{:T(128)} constant(9)", "%bound = s32[]{:T(128)} negate(%j)")
+    text = LOOP_OF_PERMUTES.replace(
+        "%bound = s32[]{:T(128)} constant(9)", "%bound = s32[]{:T(128)} negate(%j)"
+    )
     (op,) = read_collectives(text, MESH)
     assert (op.trips, op.trips_known) == (1, False)
 
@@ -241,7 +256,10 @@ def test_unreadable_text_has_no_collectives() -> None:
         ("[4,2]<=[8], x", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ("[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, y", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (
+            "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
+            [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ),
         ("mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", [[3, 2], [1, 0]]),
         ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
@@ -307,7 +325,8 @@ def test_instruction_whose_text_looks_like_attributes() -> None:
 def test_full_rematerialization_warnings_are_counted_once_each() -> None:
     message = "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {} to {} for HLO %"
     stderr = "\n".join(
-        f"W1129 14:29:4{i}.111935 6033 spmd_partitioner.cc:666] {message}{'ab'[i % 2]}" for i in range(4)
+        f"W1129 14:29:4{i}.111935 6033 spmd_partitioner.cc:666] {message}{'ab'[i % 2]}"
+        for i in range(4)
     )
     assert read_full_remat_warnings(stderr) == 2
     assert read_full_remat_warnings("nothing of the kind") == 0

@@ -39,8 +39,12 @@ Evidence = Callable[[Any, Mesh], tuple[Collective, ...]]
 
 @EVIDENCE
 def test_contraction_over_a_sharded_dimension(mesh: Mesh, evidence: Evidence) -> None:
-    lowered = lower(mesh, lambda x, w: x @ w, ((8, 16), P(None, "data")), ((16, 32), P("data")), out=P())
-    assert evidence(lowered, mesh) == (Collective("all_reduce", DATA, 1, 2 * 3 * (8 * 32 * 4) // 4),)
+    lowered = lower(
+        mesh, lambda x, w: x @ w, ((8, 16), P(None, "data")), ((16, 32), P("data")), out=P()
+    )
+    assert evidence(lowered, mesh) == (
+        Collective("all_reduce", DATA, 1, 2 * 3 * (8 * 32 * 4) // 4),
+    )
 
 
 @EVIDENCE
@@ -59,7 +63,9 @@ def test_partly_gathered(mesh: Mesh, evidence: Evidence) -> None:
 @EVIDENCE
 def test_move_to_another_dimension(mesh: Mesh, evidence: Evidence) -> None:
     lowered = lower(mesh, jnp.sin, ((64, 32), P("data")), out=P(None, "data"))
-    assert evidence(lowered, mesh) == (Collective("all_to_all", DATA, 1, 3 * (64 * 32 * 4 // 4) // 4),)
+    assert evidence(lowered, mesh) == (
+        Collective("all_to_all", DATA, 1, 3 * (64 * 32 * 4 // 4) // 4),
+    )
 
 
 @EVIDENCE
@@ -69,7 +75,8 @@ def test_order_of_axes(mesh: Mesh, evidence: Evidence) -> None:
 
 
 def _sum_step(mesh: Mesh, h: Any, x: Any, w: Any) -> Any:
-    """h + x @ w with the contracted dimension split; h is replicated and the product depends on it."""
+    """h + x @ w with the contracted dimension split; h is replicated and the product depends on
+    it."""
     return h + jax.lax.with_sharding_constraint((x * h[0, 0]) @ w, NamedSharding(mesh, P()))
 
 
@@ -151,7 +158,10 @@ _X = 16 * 16 * 4  # bytes of x on one device
             lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True),
             Collective("reduce_scatter", DATA, 1, 3 * _X // 4),
         ),
-        (lambda x: jax.lax.all_to_all(x, "data", 0, 1, tiled=True), Collective("all_to_all", DATA, 1, 3 * _X // 4)),
+        (
+            lambda x: jax.lax.all_to_all(x, "data", 0, 1, tiled=True),
+            Collective("all_to_all", DATA, 1, 3 * _X // 4),
+        ),
         (
             lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)]),
             Collective("collective_permute", DATA, 1, _X),
@@ -162,7 +172,9 @@ _X = 16 * 16 * 4  # bytes of x on one device
 def test_collectives_written_by_hand(
     mesh: Mesh, evidence: Evidence, fn: Callable[[Any], Any], expected: Collective
 ) -> None:
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data", "model"), check_vma=False)
+    mapped = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("data", "model"), check_vma=False
+    )
     lowered = lower(mesh, mapped(fn, out_specs=P()), ((64, 32), P("data", "model")))
     assert evidence(lowered, mesh) == (expected,)
 
@@ -171,18 +183,26 @@ def test_collectives_written_by_hand(
 @pytest.mark.parametrize(
     ("dtype", "size", "cpu_size"),
     [
-        ("bfloat16", 2, 4),  # the CPU compiler has no 16-bit and 8-bit float collectives: it widens them
+        (
+            "bfloat16",
+            2,
+            4,
+        ),  # the CPU compiler has no 16-bit and 8-bit float collectives: it widens them
         ("float8_e4m3fn", 1, 2),
         ("int8", 1, 1),
         ("bool", 1, 1),
         ("complex64", 8, 8),
     ],
 )
-def test_bytes_of_dtypes(mesh: Mesh, evidence: Evidence, dtype: str, size: int, cpu_size: int) -> None:
+def test_bytes_of_dtypes(
+    mesh: Mesh, evidence: Evidence, dtype: str, size: int, cpu_size: int
+) -> None:
     x = jax.ShapeDtypeStruct((64, 32), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P())).lower(x)
     itemsize = cpu_size if evidence is compiled else size
-    assert evidence(lowered, mesh) == (Collective("all_gather", DATA, 1, 3 * (64 * 32 * itemsize) // 4),)
+    assert evidence(lowered, mesh) == (
+        Collective("all_gather", DATA, 1, 3 * (64 * 32 * itemsize) // 4),
+    )
 
 
 def test_no_collective_in_a_replicated_program(mesh: Mesh) -> None:

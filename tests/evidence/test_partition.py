@@ -1,4 +1,5 @@
-"""Shardy's passes run on lowered programs: against the compiled program, and what they say besides bytes."""
+"""Shardy's passes run on lowered programs: against the compiled program, and what they say besides
+bytes."""
 
 from __future__ import annotations
 
@@ -55,10 +56,12 @@ def test_tensor_parallel_bytes(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_fsdp_differs_in_two_known_ways(mesh: Mesh, scan: bool) -> None:
-    """Gathers are equal; the CPU compiler writes a reduce_scatter as an all_reduce, twice its bytes.
+    """Gathers are equal; the CPU compiler writes a reduce_scatter as an all_reduce, twice its
+    bytes.
 
-    In a scan Shardy also splits the saved activations along another dimension than the activations themselves; XLA does
-    not. That is an all_to_all in either direction per layer here, a quarter of the whole.
+    In a scan Shardy also splits the saved activations along another dimension than the activations
+    themselves; XLA does not. That is an all_to_all in either direction per layer here, a quarter of
+    the whole.
     """
     result, compiled = both(mlp_step(mesh, "fsdp", scan), mesh)
     ours, theirs = totals(result.ops), totals(compiled)
@@ -69,17 +72,25 @@ def test_fsdp_differs_in_two_known_ways(mesh: Mesh, scan: bool) -> None:
 
 
 def test_shardings_of_arguments_and_results(mesh: Mesh) -> None:
-    result, _ = both(lower(mesh, lambda x, w: (x @ w, x.T), ((8, 16), P("data")), ((16, 32), P(None, "model"))), mesh)
+    result, _ = both(
+        lower(mesh, lambda x, w: (x @ w, x.T), ((8, 16), P("data")), ((16, 32), P(None, "model"))),
+        mesh,
+    )
     assert result.arg_shardings == ((("data",), ()), ((), ("model",)))
     assert result.result_shardings == ((("data",), ("model",)), ((), ("data",)))
 
 
 def test_split_axis_counts_its_part_only(mesh: Mesh) -> None:
-    """(8) over data=4 becomes (2, 4): the major factor takes half of the axis, the other half the minor one."""
-    lowered = lower(mesh, lambda x: jnp.sin(x.reshape(2, 4, 16)), ((8, 16), P("data")), out=P(None, None, None))
+    """(8) over data=4 becomes (2, 4): the major factor takes half of the axis, the other half the
+    minor one."""
+    lowered = lower(
+        mesh, lambda x: jnp.sin(x.reshape(2, 4, 16)), ((8, 16), P("data")), out=P(None, None, None)
+    )
     result, compiled = both(lowered, mesh)
     assert result.collective_bytes == collective_bytes(compiled) == 3 * 8 * 16 * 4 // 4
-    lowered = lower(mesh, lambda x: jnp.sin(jnp.sum(x.reshape(2, 4, 16), 0)), ((8, 16), P("data")), out=P())
+    lowered = lower(
+        mesh, lambda x: jnp.sin(jnp.sum(x.reshape(2, 4, 16), 0)), ((8, 16), P("data")), out=P()
+    )
     result, compiled = both(lowered, mesh)
     assert [(op.kind, op.axes, op.group_size, op.sent_bytes) for op in result.ops] == [
         ("all_reduce", ("data",), 2, 2 * 16 * 4),  # one device holds 2 of the 4 rows
@@ -89,7 +100,9 @@ def test_split_axis_counts_its_part_only(mesh: Mesh) -> None:
 
 
 def test_places_and_names(mesh: Mesh) -> None:
-    lowered = lower(mesh, lambda x, w: x @ w, ((8, 16), P(None, "data")), ((16, 32), P("data")), out=P())
+    lowered = lower(
+        mesh, lambda x, w: x @ w, ((8, 16), P(None, "data")), ((16, 32), P("data")), out=P()
+    )
     result, (compiled,) = both(lowered, mesh)
     (op,) = result.ops
     assert op.source == compiled.source
@@ -102,10 +115,14 @@ def test_meshes_larger_than_the_devices_here(mesh_shape: tuple[int, int]) -> Non
     abstract = AbstractMesh(mesh_shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def array(*spec: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(abstract, P(*spec)))
+        return jax.ShapeDtypeStruct(
+            (4096, 4096), jnp.bfloat16, sharding=NamedSharding(abstract, P(*spec))
+        )
 
     out = NamedSharding(abstract, P("data"))
-    traced = jax.jit(lambda x, w: x @ w, out_shardings=out).trace(array("data", "model"), array("model"))
+    traced = jax.jit(lambda x, w: x @ w, out_shardings=out).trace(
+        array("data", "model"), array("model")
+    )
     result = partition(traced.lower(lowering_platforms=("tpu",)), dict(abstract.shape))
     assert isinstance(result, Partitioned)
     (op,) = result.ops
@@ -134,7 +151,8 @@ def test_a_failure_is_a_value_and_prints_nothing(
     assert isinstance(failed, PartitionFailure)
     assert failed.reason.startswith("Shardy's passes: ")
     assert "no-such-pass" in failed.reason
-    # two import passes in the wrong order: the first one runs, the second one breaks an invariant that MLIR checks
+    # two import passes in the wrong order: the first one runs, the second one breaks an invariant
+    # that MLIR checks
     broken = "sdy-import-func-calls,sdy-import-pipeline,sdy-user-priority-propagate"
     monkeypatch.setattr("autoshard.partition._PIPELINE", f"builtin.module({broken})")
     failed = partition(mlp_step(mesh, "fsdp"), dict(mesh.shape))
@@ -144,7 +162,12 @@ def test_a_failure_is_a_value_and_prints_nothing(
 
 
 def test_rules_of_operations(mesh: Mesh) -> None:
-    lowered = lower(mesh, lambda x, w: jnp.sort(x @ w.reshape(16, 32), axis=0), ((8, 16), P()), ((4, 4, 32), P()))
+    lowered = lower(
+        mesh,
+        lambda x, w: jnp.sort(x @ w.reshape(16, 32), axis=0),
+        ((8, 16), P()),
+        ((4, 4, 32), P()),
+    )
     rules = {rule.op: rule for rule in op_sharding_rule(lowered)}
     assert op_sharding_rule(lowered.as_text()) == op_sharding_rule(lowered)
     dot = rules["stablehlo.dot_general"]

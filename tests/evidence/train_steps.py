@@ -14,11 +14,13 @@ LAYERS, D_MODEL, D_FF, BATCH = 3, 32, 64, 256
 
 
 def mlp_step(mesh: Mesh, layout: str, scan: bool = True) -> jax.stages.Lowered:
-    """Lowers a train step of an MLP, gradients and weights constrained to their specs, activations to the batch's.
+    """Lowers a train step of an MLP, gradients and weights constrained to their specs, activations
+    to the batch's.
 
     Args:
         mesh: With the axes `data` and `model`.
-        layout: "dp" (batch over both axes), "tp" (hidden units over `model`) or "fsdp" (all over `data`).
+        layout: "dp" (batch over both axes), "tp" (hidden units over `model`) or "fsdp" (all over
+            `data`).
         scan: Whether the layers are scanned or unrolled.
     """
     batch = {"dp": ("data", "model"), "tp": None, "fsdp": "data"}[layout]
@@ -49,14 +51,21 @@ def mlp_step(mesh: Mesh, layout: str, scan: bool = True) -> jax.stages.Lowered:
 
     shapes = {"up": (LAYERS, D_MODEL, D_FF), "down": (LAYERS, D_FF, D_MODEL)}
     placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    weights = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=placed[name]) for name in shapes}
+    weights = {
+        name: jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=placed[name])
+        for name in shapes
+    }
     x = jax.ShapeDtypeStruct((BATCH, D_MODEL), jnp.float32, sharding=NamedSharding(mesh, P(batch)))
     out: Any = (placed, NamedSharding(mesh, P()))
     return jax.jit(step, out_shardings=out).lower(weights, x)
 
 
-def lower(mesh: Mesh, fn: Callable[..., Any], *args: tuple[tuple[int, ...], P], out: P | None = None) -> Any:
+def lower(
+    mesh: Mesh, fn: Callable[..., Any], *args: tuple[tuple[int, ...], P], out: P | None = None
+) -> Any:
     """Lowers `fn` on f32 arguments given as (shape, spec)."""
-    arrays = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec)) for s, spec in args]
+    arrays = [
+        jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec)) for s, spec in args
+    ]
     kwargs: dict[str, Any] = {} if out is None else {"out_shardings": NamedSharding(mesh, out)}
     return jax.jit(fn, **kwargs).lower(*arrays)

@@ -1,6 +1,8 @@
-"""A worker whose evaluations are cheap: claims, beats and records are the real ones. And ways to start several.
+"""A worker whose evaluations are cheap: claims, beats and records are the real ones. And ways to
+start several.
 
-Each evaluation appends its number to LOG when it starts, so that a test sees what was run how often.
+Each evaluation appends its number to LOG when it starts, so that a test sees what was run how
+often.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from autoshard.search.tasks import Result, Tasks, Work
 ROOT = Path(__file__).parent.parent.parent
 LEASE_S = 2.0
 CROWDED_LEASE_S = 60.0
-"""Where more processes start than the machine has cores: beats are late, and that is not what is tested."""
+"""Where more processes start than the machine has cores: beats are late, and that is not what is
+tested."""
 
 
 def value_of(number: int) -> float:
@@ -58,7 +61,8 @@ def hold_the_interpreter(seconds: float) -> None:
 
 
 def die_while_appending(number: int) -> None:
-    """At the nth append to a journal this process writes half of the record and is killed, the file's lock in hand."""
+    """At the nth append to a journal this process writes half of the record and is killed, the
+    file's lock in hand."""
     import autoshard.search.journal as journal
 
     real, appends = os.pwrite, []
@@ -162,7 +166,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     with Tasks(where, study, lease_s=float(lease_s), patience_s=60, limit_s=limit_s) as tasks:
         found = tasks.run(works(int(count), float(seconds), Path(log), what))
-    best = min((r for r in found.values() if "rejected" not in r), key=lambda r: value_of(r["number"]))
+    best = min(
+        (r for r in found.values() if "rejected" not in r), key=lambda r: value_of(r["number"])
+    )
     print(json.dumps({"tasks": len(found), "best": best["number"]}), file=sys.stderr)
 
 

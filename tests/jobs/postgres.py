@@ -1,4 +1,5 @@
-"""A PostgreSQL server for tests: Debian's own, in a temporary directory, as a user who is not root."""
+"""A PostgreSQL server for tests: Debian's own, in a temporary directory, as a user who is not
+root."""
 
 from __future__ import annotations
 
@@ -41,7 +42,17 @@ class Server:
 
     def start(self) -> None:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.data.parent}"
-        self.run("pg_ctl", "start", "-w", "-D", str(self.data), "-l", str(self.data / "log"), "-o", options)
+        self.run(
+            "pg_ctl",
+            "start",
+            "-w",
+            "-D",
+            str(self.data),
+            "-l",
+            str(self.data / "log"),
+            "-o",
+            options,
+        )
 
     def stop(self) -> None:
         self.run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", str(self.data))
@@ -49,7 +60,10 @@ class Server:
 
 def programs() -> Path | None:
     """Where PostgreSQL's programs are; None without it."""
-    found = [shutil.which("pg_ctl"), *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"), reverse=True)]
+    found = [
+        shutil.which("pg_ctl"),
+        *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"), reverse=True),
+    ]
     real = [Path(path).resolve().parent for path in found if path]
     return real[0] if real else None
 

@@ -28,17 +28,36 @@ def free_port() -> int:
 
 
 @contextmanager
-def ranks(count: int, scenario: str, folder: Path, **settings: Any) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(
+    count: int, scenario: str, folder: Path, **settings: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts the processes; those still running at the end are killed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(DEVICES),
+    }
     port, processes = free_port(), []
     try:
         for number in range(count):
             text = json.dumps({"scenario": scenario, "folder": str(folder), **settings})
-            command = [sys.executable, "-m", "tests.jobs.ranks", str(number), str(count), str(port), text]
-            with (folder / f"{number}.log").open("w") as log:  # gloo and jax write a lot; pipes would fill
+            command = [
+                sys.executable,
+                "-m",
+                "tests.jobs.ranks",
+                str(number),
+                str(count),
+                str(port),
+                text,
+            ]
+            with (folder / f"{number}.log").open(
+                "w"
+            ) as log:  # gloo and jax write a lot; pipes would fill
                 processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True
+                    )
                 )
         yield processes
     finally:
@@ -64,7 +83,7 @@ def said(folder: Path, number: int) -> str:
     return (folder / f"{number}.log").read_text()
 
 
-# In the processes ----------------------------------------------------------------------------------------------------
+# In the processes ---------------------------------------------------------------------------------
 
 
 def small_demo() -> dict[str, Any]:
@@ -76,7 +95,11 @@ def small_demo() -> dict[str, Any]:
 
     config = transformer.Config(layers=2, d_model=32, heads=4, d_ff=64, length=16, batch=8)
     params = transformer.init_params(jax.random.key(0), config)
-    tokens = np.random.default_rng(0).integers(0, 256, (config.batch, config.length + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0)
+        .integers(0, 256, (config.batch, config.length + 1))
+        .astype(np.int32)
+    )
     args = params, transformer.OPTIMIZER.init(params), tokens
     return {"fn": transformer.train_step, "example_args": args, "donate_argnums": (0, 1)}
 
@@ -94,14 +117,17 @@ def described(plan: Any) -> dict[str, Any]:
 
 
 def demo(mesh: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Searches in less memory than replication needs, saves, applies what was saved, takes steps with both plans."""
+    """Searches in less memory than replication needs, saves, applies what was saved, takes steps
+    with both plans."""
     import jax
 
     import autoshard
 
     given = small_demo()
     effort = autoshard.Effort(compiled=settings.get("compiled", 4), measured=2)
-    plan = autoshard.optimize(mesh=mesh, effort=effort, memory_budget_bytes="600KiB", isolate=True, **given)
+    plan = autoshard.optimize(
+        mesh=mesh, effort=effort, memory_budget_bytes="600KiB", isolate=True, **given
+    )
     table = Path(settings["folder"]) / f"table.{jax.process_index()}.json"
     plan.table.save(table)
     applied = autoshard.apply(mesh=mesh, layout=table, **given)
@@ -118,7 +144,8 @@ def demo(mesh: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def manners(mesh: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Searches in which one process fails, lags, differs or is interrupted, one after another by the same processes."""
+    """Searches in which one process fails, lags, differs or is interrupted, one after another by
+    the same processes."""
     import jax
 
     found = {}
@@ -126,7 +153,10 @@ def manners(mesh: Any, settings: dict[str, Any]) -> dict[str, Any]:
         start_s = time.monotonic()
         case_of = case(mesh, jax.process_index())
         found[name] = {**case_of, "seconds": time.monotonic() - start_s}
-        print(f"{name}: {time.monotonic() - start_s:.1f} s, {case_of.get('text', '')[:200]}", file=sys.stderr)
+        print(
+            f"{name}: {time.monotonic() - start_s:.1f} s, {case_of.get('text', '')[:200]}",
+            file=sys.stderr,
+        )
     return found
 
 
@@ -159,14 +189,17 @@ def instead(where: Any, name: str, make: Callable[[Any], Any], *, on: bool) -> I
 
 
 def nth(number: int, other: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Does something else at the nth call; `other` is given the function that it stands for, and its arguments."""
+    """Does something else at the nth call; `other` is given the function that it stands for, and
+    its arguments."""
 
     def make(before: Any) -> Any:
         calls = []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)
-            return other(before, *args, **kwargs) if len(calls) == number else before(*args, **kwargs)
+            return (
+                other(before, *args, **kwargs) if len(calls) == number else before(*args, **kwargs)
+            )
 
         return call
 
@@ -195,8 +228,14 @@ def global_arrays(mesh: Any, own: int) -> dict[str, Any]:
         return params, loss, jax.random.split(keys[1], 2)
 
     params, x, y = mlp_args()
-    params = {"w1": spread(params["w1"], "data"), "b1": spread(params["b1"]), "w2": spread(params["w2"], "model", None)}
-    keys = jax.random.wrap_key_data(spread(jax.random.key_data(jax.random.split(jax.random.key(3), 2)), "data"))
+    params = {
+        "w1": spread(params["w1"], "data"),
+        "b1": spread(params["b1"]),
+        "w2": spread(params["w2"], "model", None),
+    }
+    keys = jax.random.wrap_key_data(
+        spread(jax.random.key_data(jax.random.split(jax.random.key(3), 2)), "data")
+    )
     return search(mesh, fn=noisy_step, example_args=(params, spread(x, ("data", "model")), y, keys))
 
 
@@ -264,7 +303,9 @@ def other_values(mesh: Any, own: int) -> dict[str, Any]:
 def other_function(mesh: Any, own: int) -> dict[str, Any]:
     from tests.models import mlp_step
 
-    return search(mesh, fn=mlp_step if own != 1 else lambda params, x, y: mlp_step(params, x + 1, y))
+    return search(
+        mesh, fn=mlp_step if own != 1 else lambda params, x, y: mlp_step(params, x + 1, y)
+    )
 
 
 def late(mesh: Any, own: int) -> dict[str, Any]:
@@ -317,7 +358,10 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     )
 }  # fmt: skip
 
-SCENARIOS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {"demo": demo, "manners": manners}
+SCENARIOS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    "demo": demo,
+    "manners": manners,
+}
 
 
 def main() -> None:
@@ -330,7 +374,9 @@ def main() -> None:
         f"127.0.0.1:{port}", int(count), int(number), initialization_timeout=60,
         heartbeat_timeout_seconds=settings.get("heartbeat_s", 60), shutdown_timeout_seconds=30,
     )  # fmt: skip
-    mesh = jax.make_mesh((int(count), DEVICES), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (int(count), DEVICES), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     found = SCENARIOS[settings["scenario"]](mesh, settings)
     (Path(settings["folder"]) / f"{number}.json").write_text(json.dumps(found))
 

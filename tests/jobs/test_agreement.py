@@ -1,4 +1,5 @@
-"""Processes that agree: here they are threads, over a dictionary in the place of jax's coordination service."""
+"""Processes that agree: here they are threads, over a dictionary in the place of jax's coordination
+service."""
 
 from __future__ import annotations
 
@@ -58,13 +59,17 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "POLL_S", 0.02)
 
 
-def search(*processes: Callable[[Agreement], Any], store: Memory | None = None, **options: Any) -> list[Any]:
+def search(
+    *processes: Callable[[Agreement], Any], store: Memory | None = None, **options: Any
+) -> list[Any]:
     """What each process gives, or the exception that it ends with."""
     known = Memory() if store is None else store
 
     def run(number: int) -> Any:
         try:
-            with Agreement(known, number, range(len(processes)), **{"limit_s": 10.0, **options}) as joined:
+            with Agreement(
+                known, number, range(len(processes)), **{"limit_s": 10.0, **options}
+            ) as joined:
                 return processes[number](joined)
         except BaseException as error:
             return error
@@ -137,7 +142,10 @@ def test_the_leaders_last_word_is_heard_before_its_end() -> None:
         joined.last_command("failed", text="nothing fits")
         raise ValueError("nothing fits")
 
-    assert search(lead, lambda joined: joined.next_command())[1] == ("failed", {"text": "nothing fits"})
+    assert search(lead, lambda joined: joined.next_command())[1] == (
+        "failed",
+        {"text": "nothing fits"},
+    )
 
 
 def test_what_was_read_is_forgotten_and_searches_follow_each_other() -> None:
@@ -151,7 +159,9 @@ def test_what_was_read_is_forgotten_and_searches_follow_each_other() -> None:
     assert len(store.values) < 15
 
 
-@pytest.mark.parametrize(("failed", "why"), [(True, "MemoryError: full"), (False, "SystemExit: 143")])
+@pytest.mark.parametrize(
+    ("failed", "why"), [(True, "MemoryError: full"), (False, "SystemExit: 143")]
+)
 def test_one_that_is_stuck_since_another_failed_says_so_and_ends(
     failed: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,4 +193,6 @@ def test_one_that_is_stuck_since_another_failed_says_so_and_ends(
     assert why in reason
     assert (at_fault, code) == (failed, LOST)
     if failed:
-        assert isinstance(other, ProcessFailedError)  # the layout is to blame; the next step finds the group ended
+        assert isinstance(
+            other, ProcessFailedError
+        )  # the layout is to blame; the next step finds the group ended

@@ -1,4 +1,5 @@
-"""Whatever is in a file or a storage, reading it gives what is documented or a clean error, and runs nothing."""
+"""Whatever is in a file or a storage, reading it gives what is documented or a clean error, and
+runs nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ EXECUTIONS = 400
 fuzz = settings(max_examples=EXECUTIONS, deadline=None, derandomize=True)
 NESTED = "[" * 100_000
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12
+)
 ESCAPES = "\x1b]0;title\x07\x1b[2J../../etc/passwd\u202e"
 
 
@@ -35,7 +38,10 @@ def changed(whole: Any, draw: Any) -> Any:
     if draw(st.integers(0, 9)) == 0:
         return draw(values)
     if isinstance(whole, dict):
-        return {k if draw(st.integers(0, 30)) else draw(st.text()): changed(v, draw) for k, v in whole.items()}
+        return {
+            k if draw(st.integers(0, 30)) else draw(st.text()): changed(v, draw)
+            for k, v in whole.items()
+        }
     if isinstance(whole, list):
         return [changed(v, draw) for v in whole]
     return whole
@@ -104,12 +110,19 @@ def test_tables(raw: bytes) -> None:
         assert "\x1b" not in str(error)  # noqa: PT017
 
 
-LINES = st.sampled_from(["factory", "mesh", "compiled", "pins", "storage", "needs", "lease_s", "odd"])
-TOML = st.sampled_from(['"a"', "1", "-1", "1e400", "nan", "true", "[]", '["compile"]', "{a = [1]}", "1979-05-27", "["])
+LINES = st.sampled_from(
+    ["factory", "mesh", "compiled", "pins", "storage", "needs", "lease_s", "odd"]
+)
+TOML = st.sampled_from(
+    ['"a"', "1", "-1", "1e400", "nan", "true", "[]", '["compile"]', "{a = [1]}", "1979-05-27", "["]
+)
 
 
 @fuzz
-@given(st.text() | st.lists(st.tuples(LINES, TOML)).map(lambda rows: "\n".join(f"{k} = {v}" for k, v in rows)))
+@given(
+    st.text()
+    | st.lists(st.tuples(LINES, TOML)).map(lambda rows: "\n".join(f"{k} = {v}" for k, v in rows))
+)
 @example("x = " + NESTED)
 @example(f'factory = "{ESCAPES}"')
 def test_job_files(text: str) -> None:
@@ -141,13 +154,17 @@ def test_boards(attributes: list[dict[str, Any]]) -> None:
 def test_what_is_read_is_never_executed() -> None:
     """No loader of this package uses pickle, eval or a loader that makes arbitrary objects."""
     root = Path(__file__).parent.parent.parent
-    files = [p for folder in ("autoshard", "cost_model", "search") for p in (root / folder).glob("*.py")]
+    files = [
+        p for folder in ("autoshard", "cost_model", "search") for p in (root / folder).glob("*.py")
+    ]
     assert len(files) > 50
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-                assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}, file
+                assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}, (
+                    file
+                )
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), file
     assert msgspec.json.decode(b'{"__class__": "os.system"}') == {"__class__": "os.system"}

@@ -1,4 +1,5 @@
-"""One search by several processes (`jax.distributed`), for real: 2 CPU devices each, joined by gloo on this host."""
+"""One search by several processes (`jax.distributed`), for real: 2 CPU devices each, joined by gloo
+on this host."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def check_demo(count: int, folder: Path, compiled: int) -> None:
     assert first["rules"]  # sharded: what is replicated does not fit
     assert first["verified"][0]
     assert sum(t["measured"] is not None for t in first["trials"]) == 2
-    assert any("not isolated: the mesh belongs to several processes" in note for note in first["notes"])
+    assert any(
+        "not isolated: the mesh belongs to several processes" in note for note in first["notes"]
+    )
     alone, searched, applied = first["losses"]
     assert searched == pytest.approx(alone, rel=1e-5)
     assert applied == pytest.approx(alone, rel=1e-5)
@@ -73,12 +76,24 @@ def test_explicit_axes_span_processes_as_well(found: Found) -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("compile_fails", "compilation failed: ProcessFailedError: on process 1: MemoryError: no memory on this host"),
-        ("placing_fails", "running failed: ProcessFailedError: on process 1: MemoryError: no memory on this host"),
-        ("wrong_numbers", "wrong numbers: leaf differs from that of the unsharded function by 1, tolerance 0.5"),
+        (
+            "compile_fails",
+            "compilation failed: ProcessFailedError: on process 1: MemoryError: no memory on this "
+            "host",
+        ),
+        (
+            "placing_fails",
+            "running failed: ProcessFailedError: on process 1: MemoryError: no memory on this host",
+        ),
+        (
+            "wrong_numbers",
+            "wrong numbers: leaf differs from that of the unsharded function by 1, tolerance 0.5",
+        ),
     ],
 )
-def test_what_fails_on_one_process_fails_on_all_and_the_search_goes_on(case: str, reason: str, found: Found) -> None:
+def test_what_fails_on_one_process_fails_on_all_and_the_search_goes_on(
+    case: str, reason: str, found: Found
+) -> None:
     plan = same_on_both(found, case)
     assert list(plan["rejected"].values()) == [reason]
     assert plan["verified"][0]
@@ -93,8 +108,12 @@ def test_all_processes_raise_what_the_first_one_raises(found: Found) -> None:
     assert same_on_both(found, "nothing_fits")["error"] == "NoFeasiblePlanError"
 
 
-@pytest.mark.parametrize(("case", "what"), [("other_values", "values of arguments"), ("other_function", "program")])
-def test_processes_that_are_called_for_other_things_say_which(case: str, what: str, found: Found) -> None:
+@pytest.mark.parametrize(
+    ("case", "what"), [("other_values", "values of arguments"), ("other_function", "program")]
+)
+def test_processes_that_are_called_for_other_things_say_which(
+    case: str, what: str, found: Found
+) -> None:
     for each in found:
         assert each[case]["error"] == "ProcessesError"
         assert f"process 1 was called for something else ({what}: " in each[case]["text"]

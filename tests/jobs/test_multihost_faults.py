@@ -21,7 +21,8 @@ from tests.jobs.test_workers import ENVIRONMENT, compiled_keys
 
 LIMIT_S = 500.0
 
-# One mesh axis over all devices, and not enough memory for replication: whatever is moved is moved between processes.
+# One mesh axis over all devices, and not enough memory for replication: whatever is moved is moved
+# between processes.
 JOB = """
 factory = "job.py:factory"
 mesh = "model=4"
@@ -69,19 +70,33 @@ def factory():
 
 
 @contextmanager
-def group(folder: Path, *, stuck: bool = False, pause_s: float = 0.0) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes that are one worker, each under its supervisor; their words are in 0.log and 1.log."""
+def group(
+    folder: Path, *, stuck: bool = False, pause_s: float = 0.0
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that are one worker, each under its supervisor; their words are in 0.log and
+    1.log."""
     (folder / "job.py").write_text(FACTORY.format(stuck=stuck, pause=pause_s))
     (folder / "autoshard.toml").write_text(JOB)
     port, workers = free_port(), []
     try:
         for number in range(2):
-            options = ["worker", "autoshard.toml", "--log-json", "--distributed", f"127.0.0.1:{port},2,{number}"]
+            options = [
+                "worker",
+                "autoshard.toml",
+                "--log-json",
+                "--distributed",
+                f"127.0.0.1:{port},2,{number}",
+            ]
             with (folder / f"{number}.log").open("w") as log:
                 command = [sys.executable, "-m", "autoshard", *options]
                 workers.append(
                     subprocess.Popen(
-                        command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True
+                        command,
+                        cwd=folder,
+                        env=ENVIRONMENT,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
                     )
                 )
         yield workers
@@ -127,13 +142,21 @@ def test_two_processes_are_one_worker_and_only_the_first_one_writes(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_layout_that_gets_the_others_stuck_is_rejected_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_layout_that_gets_the_others_stuck_is_rejected_and_the_job_goes_on(
+    tmp_path: Path,
+) -> None:
     with group(tmp_path, stuck=True) as workers:
         ended(workers, tmp_path)
     check_complete(tmp_path)
     board = board_of(f"journal:{tmp_path / 'study.log'}", "mlp")
-    reasons = [board.record(task)["trials"][0]["reason"] for task in board.results if task.startswith("verify ")]
-    assert Counter(reasons)["running failed: on process 1: MemoryError: no memory on this host"] == 1
+    reasons = [
+        board.record(task)["trials"][0]["reason"]
+        for task in board.results
+        if task.startswith("verify ")
+    ]
+    assert (
+        Counter(reasons)["running failed: on process 1: MemoryError: no memory on this host"] == 1
+    )
     assert "is stuck on its devices since another process failed" in said(tmp_path, 0)
     assert "starting it again" in said(tmp_path, 0)
     assert "starting it again" in said(tmp_path, 1)
@@ -141,7 +164,9 @@ def test_a_layout_that_gets_the_others_stuck_is_rejected_and_the_job_goes_on(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_takes_the_others_along_and_all_start_again(victim: int, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_takes_the_others_along_and_all_start_again(
+    victim: int, tmp_path: Path
+) -> None:
     with group(tmp_path, pause_s=3.0) as workers:
         wait_for(lambda: '"claimed: compile' in said(tmp_path, 0), LIMIT_S)
         os.kill(child_of(workers[victim]), signal.SIGKILL)

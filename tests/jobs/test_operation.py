@@ -54,7 +54,12 @@ def test_the_slurm_script_with_a_stand_in_for_srun(tmp_path: Path) -> None:
     (programs / "autoshard").write_text(f'#!/bin/sh\nexec {sys.executable} -m autoshard "$@"\n')
     for program in programs.iterdir():
         program.chmod(0o755)
-    environment = {**ENVIRONMENT, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}
+    environment = {
+        **ENVIRONMENT,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_NTASKS": "3",
+        "SLURM_JOB_ID": "7",
+    }
     script = ROOT / "examples" / "slurm_search.sh"
     done = subprocess.run(
         ["bash", str(script), "autoshard.toml", "table.json"],
@@ -86,7 +91,9 @@ def test_one_event_is_one_line_without_passwords(capfd: pytest.CaptureFixture[st
     try:
         for as_json in (True, False):
             log_events(logging.INFO, as_json=as_json)
-            logging.getLogger("autoshard.jobs").info("lost %s\nand more", "postgresql://me:s3cret@h/x")
+            logging.getLogger("autoshard.jobs").info(
+                "lost %s\nand more", "postgresql://me:s3cret@h/x"
+            )
     finally:
         logger.handlers[:], logger.level, logger.propagate = before
     said = capfd.readouterr().err.splitlines()
@@ -113,7 +120,9 @@ def test_a_bad_job_file_names_the_field(text: str, words: str) -> None:
 
 def test_options_stand_over_the_job_file(tmp_path: Path) -> None:
     path = tmp_path / "autoshard.toml"
-    path.write_text('factory = "a:b"\ncompiled = 5\nneeds = ["compile"]\n[pins]\n"params/w" = ["", ["x", "y"]]')
+    path.write_text(
+        'factory = "a:b"\ncompiled = 5\nneeds = ["compile"]\n[pins]\n"params/w" = ["", ["x", "y"]]'
+    )
     job = read_job(str(path), {"compiled": 7, "measured": None})
     assert (job.compiled, job.measured, job.needs) == (7, None, ("compile",))
     assert job.pins == {"params/w": ["", ["x", "y"]]}
@@ -142,7 +151,8 @@ def test_pins_of_a_job_file_are_those_of_optimize(monkeypatch: pytest.MonkeyPatc
 def test_a_lost_worker_is_started_again(tmp_path: Path) -> None:
     log = tmp_path / "lives"
     program = (
-        f"import os, pathlib; p = pathlib.Path({str(log)!r}); n = len(p.read_text()) if p.exists() else 0; "
+        f"import os, pathlib; p = pathlib.Path({str(log)!r}); n = len(p.read_text()) if p.exists() "
+        f"else 0; "
         f"p.write_text('x' * (n + 1)); "
         f"os.abort() if n == 0 else os._exit({LOST}) if n == 1 else os._exit(3)"
     )
@@ -152,7 +162,8 @@ def test_a_lost_worker_is_started_again(tmp_path: Path) -> None:
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The lines of a text that call autoshard, without what a shell does with them; of Markdown, those of its code."""
+    """The lines of a text that call autoshard, without what a shell does with them; of Markdown,
+    those of its code."""
     if "```" in text:
         text = "\n".join(text.split("```")[1::2])
     lines = [line.strip().removeprefix("- run:").strip() for line in text.splitlines()]
@@ -172,7 +183,9 @@ def check_command(arguments: list[str]) -> None:
     command.make_context(arguments[0], list(arguments[1:]))
 
 
-@pytest.mark.parametrize("file", ["README.md", "examples/slurm_search.sh", "examples/transformer.py"])
+@pytest.mark.parametrize(
+    "file", ["README.md", "examples/slurm_search.sh", "examples/transformer.py"]
+)
 def test_the_commands_that_are_shown_exist_with_their_options(file: str) -> None:
     found = commands_in((ROOT / file).read_text())
     assert found
@@ -182,7 +195,9 @@ def test_the_commands_that_are_shown_exist_with_their_options(file: str) -> None
 
 def test_a_command_with_an_unknown_option_is_found_out() -> None:
     for wrong in (["worker", "autoshard.toml", "--no-such"], ["worker"], ["finish", "a", "b"]):
-        with pytest.raises(Exception, match=r"No such option|Missing parameter|unexpected extra argument"):
+        with pytest.raises(
+            Exception, match=r"No such option|Missing parameter|unexpected extra argument"
+        ):
             check_command(wrong)
 
 
@@ -205,11 +220,15 @@ def test_the_kubernetes_manifest_is_a_job_of_workers() -> None:
 
 def test_the_github_action_runs_a_check() -> None:
     workflow = yaml.safe_load((ROOT / "examples" / "github_check.yml").read_text())
-    assert workflow[True] == "pull_request"  # YAML 1.1 reads `on` as a truth value; GitHub reads it as a word
+    assert (
+        workflow[True] == "pull_request"
+    )  # YAML 1.1 reads `on` as a truth value; GitHub reads it as a word
     (job,) = workflow["jobs"].values()
     steps = job["steps"]
     assert all(("uses" in step) ^ ("run" in step) for step in steps)
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+    assert all(
+        re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step
+    )
     (arguments,) = [a for step in steps if "run" in step for a in commands_in(step["run"])]
     assert arguments[0] == "check"
     check_command(arguments)
@@ -222,10 +241,22 @@ def test_status_can_be_watched(tmp_path: Path) -> None:
     assert watching.stdout is not None
     try:
         assert json.loads(watching.stdout.readline())["evaluated"] == 0
-        record = {"trials": [Trial("fsdp", "search", (), "anchors", "k").reject("too slow").to_dict()], "note": ""}
-        tasks.run({"compile k": Work(lambda: Result(record), lambda reason: Result(record), "compile", "k")})
+        record = {
+            "trials": [Trial("fsdp", "search", (), "anchors", "k").reject("too slow").to_dict()],
+            "note": "",
+        }
+        tasks.run(
+            {
+                "compile k": Work(
+                    lambda: Result(record), lambda reason: Result(record), "compile", "k"
+                )
+            }
+        )
         shown = json.loads(watching.stdout.readline())
-        assert (shown["evaluated"], shown["rejected"]) == (1, [{"name": "fsdp", "reason": "too slow"}])
+        assert (shown["evaluated"], shown["rejected"]) == (
+            1,
+            [{"name": "fsdp", "reason": "too slow"}],
+        )
         watching.send_signal(signal.SIGINT)
         assert watching.wait(timeout=60) == 0
     finally:
@@ -262,7 +293,9 @@ def test_a_job_may_have_variants(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(VARIANT_FACTORIES)
     (tmp_path / "autoshard.toml").write_text(VARIANTS)
     words = said(autoshard(tmp_path, "search", "autoshard.toml", "--quiet"))
-    assert "variant large was chosen of 2" in words  # the same weights are updated for four times the samples
+    assert (
+        "variant large was chosen of 2" in words
+    )  # the same weights are updated for four times the samples
     table = json.loads((tmp_path / "table.json").read_text())
     assert table["inputs"]["x"]["shape"] == [32, 32]
 
@@ -272,7 +305,8 @@ def test_variants_must_agree_on_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
     Path("job.py").write_text(VARIANT_FACTORIES)
     Path("autoshard.toml").write_text(VARIANTS.replace("job.py:large", "job.py:other"))
     with pytest.raises(
-        ArgumentError, match=r"variant 'large': job\.py:other gives another donate_argnums than 'small'"
+        ArgumentError,
+        match=r"variant 'large': job\.py:other gives another donate_argnums than 'small'",
     ):
         arguments_of(read_job("autoshard.toml", {}))
     for text in ("mesh = 'data=4'", 'factory = "a:b"\n[variants]\nx = "c:d"'):
@@ -284,12 +318,20 @@ def test_variants_must_agree_on_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
 def test_workers_do_what_they_are_for_and_leave_the_rest_to_others(tmp_path: Path) -> None:
     folder = job_in(tmp_path / "job", "journal:study.log", 3)
     options = ("autoshard.toml", "--measured", "2", "--log-json")
-    team = {needs: autoshard(folder, "worker", *options, "--needs", needs) for needs in ("predict,compile", "measure")}
+    team = {
+        needs: autoshard(folder, "worker", *options, "--needs", needs)
+        for needs in ("predict,compile", "measure")
+    }
     events = {
-        needs: [json.loads(line)["event"] for line in said(worker).splitlines() if line.startswith("{")]
+        needs: [
+            json.loads(line)["event"] for line in said(worker).splitlines() if line.startswith("{")
+        ]
         for needs, worker in team.items()
     }
-    done = {needs: [e.split()[1] for e in all_ if e.startswith("done: ")] for needs, all_ in events.items()}
+    done = {
+        needs: [e.split()[1] for e in all_ if e.startswith("done: ")]
+        for needs, all_ in events.items()
+    }
     assert sorted(done["predict,compile"]) == ["compile"] * 3 + ["propose"]
     assert set(done["measure"]) == {"verify", "measure"}
     assert any(e.startswith("waiting for a worker that can") for e in events["measure"])

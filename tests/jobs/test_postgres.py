@@ -25,8 +25,12 @@ from tests.models import mlp_args, mlp_step
 
 def test_four_workers_share_a_budget_exactly(server: Server, tmp_path: Path) -> None:
     log = tmp_path / "evaluations.log"
-    with crew(4, server.url, 24, 0.05, log, study="four") as workers:  # all make the tables in the same second
-        said = [json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers]
+    with crew(
+        4, server.url, 24, 0.05, log, study="four"
+    ) as workers:  # all make the tables in the same second
+        said = [
+            json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers
+        ]
     assert said == [{"tasks": 24, "best": 17}] * 4
     assert sorted(evaluations(log)) == list(range(24))
 
@@ -67,11 +71,16 @@ def test_workers_behind_the_grpc_proxy(server: Server, tmp_path: Path) -> None:
     )
     port = server.port + 1 if server.port < 65_000 else server.port - 1
     url = server.url.replace("postgresql://", "postgresql+psycopg://")
-    proxy = subprocess.Popen([sys.executable, "-c", program, url, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    proxy = subprocess.Popen(
+        [sys.executable, "-c", program, url, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     log = tmp_path / "evaluations.log"
     try:
         with crew(2, f"grpc://localhost:{port}", 8, 0.05, log, study="proxy") as workers:
-            said = [json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers]
+            said = [
+                json.loads(worker.communicate(timeout=120)[1].splitlines()[-1])
+                for worker in workers
+            ]
     finally:
         proxy.kill()
         proxy.wait()
@@ -83,19 +92,32 @@ def test_workers_behind_the_grpc_proxy(server: Server, tmp_path: Path) -> None:
 def test_sixteen_processes_start_in_the_same_second(server: Server, tmp_path: Path) -> None:
     log = tmp_path / "evaluations.log"
     with crew(16, server.url, 40, 0.1, log, study="sixteen", lease_s=CROWDED_LEASE_S) as workers:
-        said = [json.loads(worker.communicate(timeout=600)[1].splitlines()[-1]) for worker in workers]
+        said = [
+            json.loads(worker.communicate(timeout=600)[1].splitlines()[-1]) for worker in workers
+        ]
     assert said == [{"tasks": 40, "best": 17}] * 16
     assert sorted(evaluations(log)) == list(range(40))
 
 
 def test_a_password_is_in_nothing_that_is_written(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    server: Server,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     caplog.set_level(logging.DEBUG, "autoshard")
     effort = Effort(compiled=1, measured=1)
-    plan = optimize(mlp_step, mlp_args(), "data=4,model=2", effort=effort, storage=server.url, study="secret")
+    plan = optimize(
+        mlp_step, mlp_args(), "data=4,model=2", effort=effort, storage=server.url, study="secret"
+    )
     plan.table.save(tmp_path / "table.json")
-    pages = [(tmp_path / "table.json").read_text(), report_html(plan.table), str(plan), repr(plan), *plan.notes]
+    pages = [
+        (tmp_path / "table.json").read_text(),
+        report_html(plan.table),
+        str(plan),
+        repr(plan),
+        *plan.notes,
+    ]
     pages += [json.dumps(plan.records()), caplog.text, *capfd.readouterr()]
     with Tasks(server.url, "secret", create=False) as tasks:
         pages += [str(trial.user_attrs) for trial in tasks.trials()]
@@ -113,5 +135,8 @@ def test_overhead_with_a_thousand_trials(server: Server, tmp_path: Path) -> None
             start_s = time.perf_counter()
             tasks.run(works(1050, 0.0, tmp_path / "log"))
             each_s = (time.perf_counter() - start_s) / 50
-        print(f"{where.partition(':')[0]}: {1e3 * each_s:.1f} ms a task with 1,000 trials in the study")
+        print(
+            f"{where.partition(':')[0]}: {1e3 * each_s:.1f} ms a task with 1,000 trials in the "
+            f"study"
+        )
         assert each_s < 0.05

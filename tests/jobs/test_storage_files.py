@@ -1,4 +1,5 @@
-"""What happens to the files of a study: cut and broken records, full disks, network file systems, permissions."""
+"""What happens to the files of a study: cut and broken records, full disks, network file systems,
+permissions."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_a_record_cut_short_at_the_end_is_skipped_and_the_rest_goes_on(
     assert sorted(evaluations(path.with_suffix(".evaluations"))) == [0, 1, 2, 3, 3, 4]
 
 
-@pytest.mark.parametrize("broken", [b"", b"\x00" * 64, b"{", b"[1]", b'{"a": 1}', b"[" * 100_000], ids=range(6))
+@pytest.mark.parametrize(
+    "broken", [b"", b"\x00" * 64, b"{", b"[1]", b'{"a": 1}', b"[" * 100_000], ids=range(6)
+)
 def test_blank_and_broken_lines_in_the_middle_hide_nothing(broken: bytes, path: Path) -> None:
     before = run(path, 4)
     lines = path.read_bytes().split(b"\n")
@@ -50,7 +53,9 @@ def test_blank_and_broken_lines_in_the_middle_hide_nothing(broken: bytes, path: 
     assert evaluations(path.with_suffix(".evaluations")) == [0, 1, 2, 3]
 
 
-def test_a_full_disk_is_waited_for_and_leaves_no_half_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_waited_for_and_leaves_no_half_record(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(path, 2)
     real, full = os.pwrite, [3]
 
@@ -68,7 +73,9 @@ def test_a_full_disk_is_waited_for_and_leaves_no_half_record(path: Path, monkeyp
     assert evaluations(path.with_suffix(".evaluations")) == [0, 1, 2, 3]
 
 
-def test_a_lock_left_by_a_killed_worker_is_broken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_left_by_a_killed_worker_is_broken(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autoshard.search.journal.LOCK_GRACE_S", 1)
     with pytest.warns(UserWarning, match="grace_period"):
         journal = Journal(str(path))
@@ -89,7 +96,12 @@ fs /fast lustre rw 0 0
 
 @pytest.mark.parametrize(
     ("place", "kind"),
-    [("/shared/a/x.db", "nfs4"), ("/shared/local/x.db", "tmpfs"), ("/smb share/x", "cifs"), ("/sharedx", "ext4")],
+    [
+        ("/shared/a/x.db", "nfs4"),
+        ("/shared/local/x.db", "tmpfs"),
+        ("/smb share/x", "cifs"),
+        ("/sharedx", "ext4"),
+    ],
 )
 def test_the_file_system_of_a_path(place: str, kind: str) -> None:
     assert file_system_of(Path(place), MOUNTS) == kind
@@ -97,7 +109,9 @@ def test_the_file_system_of_a_path(place: str, kind: str) -> None:
 
 @pytest.mark.parametrize("place", ["/shared/x.db", "/fast/x.db"])
 def test_sqlite_on_a_network_file_system_is_refused_with_the_alternative(place: str) -> None:
-    with pytest.raises(StudyError, match=rf"network file system.*journal:{place.removesuffix('.db')}.log"):
+    with pytest.raises(
+        StudyError, match=rf"network file system.*journal:{place.removesuffix('.db')}.log"
+    ):
         open_storage(f"sqlite:///{place}", mounts=MOUNTS)
 
 
@@ -132,7 +146,9 @@ def test_passwords_are_cut_out(text: str) -> None:
 @pytest.mark.parametrize(
     "where", ["http://x", "grpc://host", "grpc://host:port", "postgres", "sqlite+x://", "redis://h"]
 )
-def test_odd_storages_are_clear_errors_or_files(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_storages_are_clear_errors_or_files(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     if "://" not in where:
         open_storage(where)

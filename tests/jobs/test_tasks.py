@@ -1,4 +1,5 @@
-"""Tasks on a journal: exact budgets, no duplicates, and what happens to workers while they are at it."""
+"""Tasks on a journal: exact budgets, no duplicates, and what happens to workers while they are at
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ from autoshard.search.board import Board, record_of
 from autoshard.search.machine import MachineLock
 from autoshard.search.tasks import DEATHS, Result, Tasks, Work, _Watch
 from autoshard.search.tasks import LEASE_S as LEASE_LONG_S
-from tests.jobs.crew import CROWDED_LEASE_S, LEASE_S, board_of, crew, evaluations, task_of, value_of, wait_for, works
+from tests.jobs.crew import (
+    CROWDED_LEASE_S,
+    LEASE_S,
+    board_of,
+    crew,
+    evaluations,
+    task_of,
+    value_of,
+    wait_for,
+    works,
+)
 
 
 @pytest.fixture
@@ -53,7 +64,9 @@ def check_complete(where: str, count: int) -> None:
 
 def test_four_workers_share_a_budget_exactly(where: str, log: Path) -> None:
     with crew(4, where, 24, 0.05, log) as workers:
-        said = [json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers]
+        said = [
+            json.loads(worker.communicate(timeout=120)[1].splitlines()[-1]) for worker in workers
+        ]
     assert said == [{"tasks": 24, "best": 17}] * 4
     assert sorted(evaluations(log)) == list(range(24))
     check_complete(where, 24)
@@ -65,7 +78,9 @@ def test_a_finished_study_runs_none(where: str, log: Path) -> None:
     assert sorted(evaluations(log)) == list(range(5))
 
 
-def test_a_worker_that_is_killed_loses_nothing_and_its_task_runs_again_once(where: str, log: Path) -> None:
+def test_a_worker_that_is_killed_loses_nothing_and_its_task_runs_again_once(
+    where: str, log: Path
+) -> None:
     with crew(1, where, 3, 1.0, log) as (worker,):
         wait_for(lambda: len(evaluations(log)) == 2)  # the first is recorded, the second is running
         worker.send_signal(signal.SIGKILL)
@@ -105,7 +120,8 @@ def test_a_worker_that_is_killed_while_measuring_frees_the_machine_and_its_task(
 def test_a_worker_that_is_killed_while_writing_loses_no_finished_evaluation(
     append: int, where: str, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a record at the end of the journal, and the lock held by a dead process: claims, records, states in turn."""
+    """Half a record at the end of the journal, and the lock held by a dead process: claims,
+    records, states in turn."""
     with crew(1, where, 2, 0.0, log, f"append {append}") as (worker,):
         worker.communicate(timeout=60)
         assert worker.returncode == -signal.SIGKILL
@@ -171,7 +187,9 @@ def test_a_worker_that_is_preempted_hands_its_task_back(where: str, log: Path) -
     check_complete(where, 2)
 
 
-def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(where: str, log: Path) -> None:
+def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(
+    where: str, log: Path
+) -> None:
     with crew(1, where, 1, 3 * LEASE_S, log, "busy") as (worker,):
         wait_for(lambda: evaluations(log))
         finish_alone(where, 1, log)
@@ -182,7 +200,9 @@ def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(w
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken by another", "still free"])
-def test_a_late_result_is_dropped_or_recorded(taken: bool, where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_result_is_dropped_or_recorded(
+    taken: bool, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Tasks(where, "s", lease_s=LEASE_S) as slow:
 
         def run() -> Result:
@@ -223,7 +243,9 @@ def test_a_candidate_that_aborts_ends_its_workers_not_the_job(
     assert Counter(evaluations(log)) == {0: 1, 1: 1, 2: 1, 3: DEATHS, 4: 1}
 
 
-def test_no_clock_of_another_host_matters(where: str, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_of_another_host_matters(
+    where: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with crew(1, where, 1, 2 * LEASE_S, log) as (worker,):
         wait_for(lambda: evaluations(log))
         monkeypatch.setattr(time, "time", lambda: 4e9)
@@ -252,7 +274,9 @@ def test_a_claim_of_which_the_answer_was_lost_is_made_once(where: str, log: Path
     check_complete(where, 1)
 
 
-def test_a_storage_that_is_away_is_waited_for_and_then_given_up(where: str, log: Path, tmp_path: Path) -> None:
+def test_a_storage_that_is_away_is_waited_for_and_then_given_up(
+    where: str, log: Path, tmp_path: Path
+) -> None:
     with Tasks(where, "s", lease_s=LEASE_S, patience_s=1.0) as tasks:
         tasks.run(works(1, 0.0, log))
         os.rename(tmp_path / "study.log", tmp_path / "gone.log")
@@ -276,7 +300,9 @@ def test_a_storage_that_comes_back_goes_on(where: str, log: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_storage_that_is_away_for_half_a_minute_costs_nothing(where: str, log: Path, tmp_path: Path) -> None:
+def test_a_storage_that_is_away_for_half_a_minute_costs_nothing(
+    where: str, log: Path, tmp_path: Path
+) -> None:
     """The directory of the journal goes away and comes back, as a network file system does."""
     folder = tmp_path / "shared"
     folder.mkdir()
@@ -296,7 +322,9 @@ def test_a_storage_that_is_away_for_half_a_minute_costs_nothing(where: str, log:
 @pytest.mark.slow
 def test_sixteen_processes_start_in_the_same_second(where: str, log: Path) -> None:
     with crew(16, where, 40, 0.1, log, lease_s=CROWDED_LEASE_S) as workers:
-        said = [json.loads(worker.communicate(timeout=600)[1].splitlines()[-1]) for worker in workers]
+        said = [
+            json.loads(worker.communicate(timeout=600)[1].splitlines()[-1]) for worker in workers
+        ]
     assert said == [{"tasks": 40, "best": 17}] * 16
     assert sorted(evaluations(log)) == list(range(40))
     check_complete(where, 40)
@@ -311,7 +339,10 @@ def test_decisions_are_those_of_the_first(where: str) -> None:
 
 
 def test_a_worker_waits_for_those_who_can_do_the_rest(where: str, log: Path) -> None:
-    with crew(1, where, 2, 0.1, log, "measure"), Tasks(where, "s", needs=("compile",), lease_s=LEASE_S) as tasks:
+    with (
+        crew(1, where, 2, 0.1, log, "measure"),
+        Tasks(where, "s", needs=("compile",), lease_s=LEASE_S) as tasks,
+    ):
         found = tasks.run(works(2, 0.0, log, "measure"))
     assert {record["by"] for record in found.values()} != {os.getpid()}
     assert sorted(evaluations(log)) == [0, 1]

@@ -1,4 +1,5 @@
-"""What a candidate can do to a real worker of the command line, and what can be done to one that measures or writes."""
+"""What a candidate can do to a real worker of the command line, and what can be done to one that
+measures or writes."""
 
 from __future__ import annotations
 
@@ -82,14 +83,18 @@ bench.Bench.compile = compile
 def job_in(folder: Path, *, patch: str = "", isolate: bool = False, measured: int = 0) -> Path:
     folder.mkdir()
     (folder / "job.py").write_text(FACTORY.format(patch=patch))
-    (folder / "autoshard.toml").write_text(JOB.format(measured=measured, isolate=str(isolate).lower()))
+    (folder / "autoshard.toml").write_text(
+        JOB.format(measured=measured, isolate=str(isolate).lower())
+    )
     return folder
 
 
 def reasons(folder: Path) -> list[str]:
     """Why candidates were rejected when they were compiled."""
     board = board_of(f"journal:{folder / 'study.log'}", "mlp")
-    trials = [board.record(task)["trials"][0] for task in board.results if task.startswith("compile ")]
+    trials = [
+        board.record(task)["trials"][0] for task in board.results if task.startswith("compile ")
+    ]
     return [trial["reason"] for trial in trials if trial["status"] == "rejected"]
 
 
@@ -98,7 +103,10 @@ def reasons(folder: Path) -> list[str]:
     ("deed", "reason"),
     [
         ("os.abort()", "the compiler aborted the process (SIGABRT)"),
-        ("os.kill(os.getpid(), 9)", "was killed (SIGKILL), as the system does when memory runs out"),
+        (
+            "os.kill(os.getpid(), 9)",
+            "was killed (SIGKILL), as the system does when memory runs out",
+        ),
         ("time.sleep(1000)", "it took longer than 20 s; the compiler's process was ended"),
     ],
     ids=["aborts", "runs out of memory", "hangs"],
@@ -117,8 +125,12 @@ def test_a_candidate_that_fails_in_the_compiler_is_rejected_by_the_worker(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deed", ["os.abort()", "os.kill(os.getpid(), 9)"], ids=["aborts", "runs out of memory"])
-def test_a_candidate_that_ends_its_worker_is_given_up_by_the_next_ones(deed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "deed", ["os.abort()", "os.kill(os.getpid(), 9)"], ids=["aborts", "runs out of memory"]
+)
+def test_a_candidate_that_ends_its_worker_is_given_up_by_the_next_ones(
+    deed: str, tmp_path: Path
+) -> None:
     folder = job_in(tmp_path / "job", patch=IN_THE_WORKER.format(deed=deed))
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json"))
     assert words.count("starting it again") == DEATHS
@@ -129,7 +141,9 @@ def test_a_candidate_that_ends_its_worker_is_given_up_by_the_next_ones(deed: str
 
 
 @pytest.mark.slow
-def test_a_candidate_that_hangs_on_the_devices_is_rejected_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_candidate_that_hangs_on_the_devices_is_rejected_and_the_job_goes_on(
+    tmp_path: Path,
+) -> None:
     patch = """
 import time
 
@@ -151,13 +165,19 @@ bench.Bench._run_and_compare = run
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json", "--run-timeout", "60"))
     assert words.count("starting it again") == 1
     board = board_of(f"journal:{folder / 'study.log'}", "mlp")
-    trials = [board.record(task)["trials"][0] for task in board.results if task.startswith("verify ")]
-    assert [t["reason"] for t in trials if t["status"] == "rejected"] == ["running failed: it took longer than 60 s"]
+    trials = [
+        board.record(task)["trials"][0] for task in board.results if task.startswith("verify ")
+    ]
+    assert [t["reason"] for t in trials if t["status"] == "rejected"] == [
+        "running failed: it took longer than 60 s"
+    ]
     assert any(task.startswith("measure ") for task in board.results)
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_while_measuring_is_followed_by_the_same_answer(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_while_measuring_is_followed_by_the_same_answer(
+    tmp_path: Path,
+) -> None:
     alone = job_in(tmp_path / "alone", measured=2)
     said(autoshard(alone, "finish", "autoshard.toml", "--out", "table.json"))
     patch = """
@@ -188,8 +208,12 @@ bench.Bench.measure = measure
     (folder / "slowly").unlink()
     evaluated = compiled_keys(f"journal:{folder / 'study.log'}")
     said(autoshard(folder, "finish", "autoshard.toml", "--out", "table.json"))
-    assert compiled_keys(f"journal:{folder / 'study.log'}") == evaluated  # nothing was compiled again
-    assert {tuple(t["rules"]) for t in measured(folder)} == {tuple(t["rules"]) for t in measured(alone)}
+    assert (
+        compiled_keys(f"journal:{folder / 'study.log'}") == evaluated
+    )  # nothing was compiled again
+    assert {tuple(t["rules"]) for t in measured(folder)} == {
+        tuple(t["rules"]) for t in measured(alone)
+    }
     assert answer(folder)[1]
 
 
@@ -199,7 +223,9 @@ def measured(folder: Path) -> list[dict[str, list[str]]]:
     return [trial for trial in table["evidence"]["candidates"] if "measured" in trial]
 
 
-def test_a_process_that_is_killed_while_it_writes_a_table_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_writes_a_table_leaves_the_old_one(
+    tmp_path: Path,
+) -> None:
     program = """
 import os, pathlib, signal, sys
 from autoshard.table import SpecTable

@@ -64,7 +64,9 @@ def compiled_keys(where: str) -> list[str]:
     """The candidates that a study has evaluations of, as often as it has them."""
     with Tasks(where, "mlp", create=False) as tasks:
         done = [t for t in tasks.trials() if t.state.name in ("COMPLETE", "PRUNED")]
-        return [key for t in done for rung, _, key in [task_of(t).partition(" ")] if rung == "compile"]
+        return [
+            key for t in done for rung, _, key in [task_of(t).partition(" ")] if rung == "compile"
+        ]
 
 
 def answer(folder: Path) -> Any:
@@ -86,7 +88,9 @@ def check_shared(tmp_path: Path, where: str, workers: int, compiled: int) -> str
     assert sorted(keys) == sorted(compiled_keys(f"journal:{alone / 'study.log'}"))
     assert max(Counter(keys).values()) == 1
     assert len(keys) == compiled
-    events = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
+    events = [
+        json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")
+    ]
     assert sum(e["event"].startswith("done: compile") for e in events) == compiled
     return "".join(texts)
 
@@ -128,16 +132,23 @@ def test_finish_measures_once_more_and_writes_the_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["journal", "postgresql"])
 def test_soak(storage: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """200 candidates, 4 workers, one killed every few seconds: 200 recorded evaluations and the right answer."""
+    """200 candidates, 4 workers, one killed every few seconds: 200 recorded evaluations and the
+    right answer."""
     count, log, chance = 200, tmp_path / "evaluations.log", random.Random(7)
-    where = request.getfixturevalue("server").url if storage == "postgresql" else f"journal:{tmp_path / 'study.log'}"
+    where = (
+        request.getfixturevalue("server").url
+        if storage == "postgresql"
+        else f"journal:{tmp_path / 'study.log'}"
+    )
     kills = 0
     with crew(4, where, count, 0.5, log, study="soak") as workers:
         while any(worker.poll() is None for worker in workers):
             time.sleep(chance.uniform(1.5, 4.0))
             victim = chance.randrange(4)
             if workers[victim].poll() is None and len(evaluations(log)) < 0.9 * count:
-                workers[victim].send_signal(chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+                workers[victim].send_signal(
+                    chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+                )
                 workers[victim].communicate()
                 workers[victim] = start(where, count, 0.5, log, study="soak")
                 kills += 1

@@ -28,7 +28,13 @@ def presets_of(made: Prepared) -> tuple[dict[str, Preset], dict[str, Skipped]]:
 
 
 def specs_of(made: Prepared, preset: Preset) -> dict[str, Spec]:
-    return dict(zip(made.traced.program.input_paths, Layout(made.problem, preset.rules).input_specs(), strict=True))
+    return dict(
+        zip(
+            made.traced.program.input_paths,
+            Layout(made.problem, preset.rules).input_specs(),
+            strict=True,
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +93,13 @@ def test_without_optimizer_state_there_is_no_zero1(mlp: Prepared) -> None:
 def test_parts_of_a_transformer(decoder: Prepared) -> None:
     parts = find_parts(decoder.problem)
     names = {
-        path: [decoder.problem.roles.roles[r].name if r >= 0 else "" for r in decoder.problem.roles.of_value[v.index]]
-        for path, v in zip(decoder.traced.program.input_paths, decoder.traced.program.body.inputs, strict=True)
+        path: [
+            decoder.problem.roles.roles[r].name if r >= 0 else ""
+            for r in decoder.problem.roles.of_value[v.index]
+        ]
+        for path, v in zip(
+            decoder.traced.program.input_paths, decoder.traced.program.body.inputs, strict=True
+        )
     }
     assert parts.batch == names["tokens"][0]
     assert parts.residual[0] == names["params/emb"][1], "the axis that all weights share"
@@ -123,7 +134,9 @@ def test_the_optimizer_state_is_laid_out_as_its_parameters_but_for_zero1(
                     assert moment == spec, (preset, path)
 
 
-def test_fully_sharded_splits_every_weight_over_all_devices(decoder_presets: dict[str, dict[str, Spec]]) -> None:
+def test_fully_sharded_splits_every_weight_over_all_devices(
+    decoder_presets: dict[str, dict[str, Spec]],
+) -> None:
     for path, spec in decoder_presets["fsdp"].items():
         if path.startswith("params/"):
             assert sorted(a for axes in spec for a in axes) == ["data", "model"], path
@@ -140,7 +153,10 @@ def test_tensor_and_sequence_parallelism_share_the_mesh_axis(decoder: Prepared) 
     named = presets_of(decoder)[0]
     tp, sequence = named["tp"].rules, named["tp+sequence"].rules
     assert sequence[:-1] == tp
-    assert (sequence[-1].role, sequence[-1].mesh_axis) == (find_parts(decoder.problem).sequence, "model")
+    assert (sequence[-1].role, sequence[-1].mesh_axis) == (
+        find_parts(decoder.problem).sequence,
+        "model",
+    )
 
 
 def test_a_scanned_axis_is_in_no_preset(decoder: Prepared) -> None:
@@ -162,8 +178,18 @@ def test_a_forward_pass_has_presets_too() -> None:
 @pytest.mark.parametrize(
     ("fn", "args", "mesh", "reasons"),
     [
-        (jnp.sin, (array(7, 5),), MESH, {"dp": "no batch", "fsdp": "no parameter", "tp": "no large parameter"}),
-        (mlp_step, mlp_args(), {"data": 1}, dict.fromkeys(("dp", "fsdp", "tp", "fsdp+tp"), "no mesh axis has more")),
+        (
+            jnp.sin,
+            (array(7, 5),),
+            MESH,
+            {"dp": "no batch", "fsdp": "no parameter", "tp": "no large parameter"},
+        ),
+        (
+            mlp_step,
+            mlp_args(),
+            {"data": 1},
+            dict.fromkeys(("dp", "fsdp", "tp", "fsdp+tp"), "no mesh axis has more"),
+        ),
         (mlp_step, mlp_args(), {"data": 8}, {"fsdp+tp": "it needs two mesh axes"}),
         (lambda n: n + 1, (np.int32(3),), MESH, {"dp": "no batch", "fsdp": "no parameter"}),
     ],
@@ -192,4 +218,8 @@ def test_names_do_not_matter() -> None:
     args = ({"a": params["w1"], "b": params["w2"], "c": params["b1"]}, x, y)
     made = prepared(anonymous, args, mesh_of(**MESH))
     specs = specs_of(made, presets_of(made)[0]["tp"])
-    assert (specs["p0/a"], specs["p0/b"], specs["p0/c"]) == (((), ("model",)), (("model",), ()), (("model",),))
+    assert (specs["p0/a"], specs["p0/b"], specs["p0/c"]) == (
+        ((), ("model",)),
+        (("model",), ()),
+        (("model",),),
+    )

@@ -35,7 +35,9 @@ class Counting(Predictor):
 
 @pytest.fixture(scope="module")
 def mlp() -> Prepared:
-    return prepared(mlp_step, mlp_args(batch=64, d=64, h=256), mesh_of(data=4, model=2), donate_argnums=0)
+    return prepared(
+        mlp_step, mlp_args(batch=64, d=64, h=256), mesh_of(data=4, model=2), donate_argnums=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def decoder() -> Prepared:
 
 def search(made: Prepared, **options: Any) -> tuple[Proposals, Counting]:
     predictor = Counting(made)
-    return propose(made.problem, predictor, **{"asks": ASKS, "enumerate_at_most": 0, **options}), predictor
+    return propose(
+        made.problem, predictor, **{"asks": ASKS, "enumerate_at_most": 0, **options}
+    ), predictor
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +60,16 @@ def found(decoder: Prepared) -> tuple[Proposals, Counting]:
 def test_no_effective_layout_is_predicted_twice(found: tuple[Proposals, Counting]) -> None:
     proposals, predictor = found
     assert set(predictor.asked.values()) == {1}
-    assert proposals.evaluations == len(predictor.asked) >= len(proposals.ranked)  # shortened rule lists may be one
+    assert (
+        proposals.evaluations == len(predictor.asked) >= len(proposals.ranked)
+    )  # shortened rule lists may be one
     assert len({p.key for p in proposals.ranked}) == len(proposals.ranked)
     assert len({p.name for p in proposals.ranked}) == len(proposals.ranked)
 
 
-def test_every_preset_is_proposed_or_skipped_with_a_reason(found: tuple[Proposals, Counting]) -> None:
+def test_every_preset_is_proposed_or_skipped_with_a_reason(
+    found: tuple[Proposals, Counting],
+) -> None:
     proposals, _ = found
     named = {p.name for p in proposals.ranked if p.origin == f"preset:{p.name}"}
     skipped = {s.name: s.reason for s in proposals.skipped}
@@ -75,9 +83,13 @@ def test_best_first_and_better_than_every_preset(found: tuple[Proposals, Countin
     assert any(p.origin == "search" for p in found[0].ranked[:3])
 
 
-def test_rules_of_a_proposal_make_its_prediction(found: tuple[Proposals, Counting], decoder: Prepared) -> None:
+def test_rules_of_a_proposal_make_its_prediction(
+    found: tuple[Proposals, Counting], decoder: Prepared
+) -> None:
     for proposal in found[0].ranked[:5]:
-        again = Predictor(decoder.problem, FREE, decoder.traced.call.donated).predict(proposal.layout)
+        again = Predictor(decoder.problem, FREE, decoder.traced.call.donated).predict(
+            proposal.layout
+        )
         assert again.collective_bytes == proposal.prediction.collective_bytes
         assert again.time_s == pytest.approx(proposal.prediction.time_s)
 

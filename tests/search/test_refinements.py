@@ -1,4 +1,5 @@
-"""Rules beyond the sampled space: conditions and last occurrences; and rule lists without what says nothing."""
+"""Rules beyond the sampled space: conditions and last occurrences; and rule lists without what says
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_no_two_conditions_on_one_rule_give_the_same_layout():
     rules = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
     for number in range(len(rules)):
         changed = [
-            r for r in refinements(make_space(problem), rules) if len(r) == 2 and r[number].where != "everywhere"
+            r
+            for r in refinements(make_space(problem), rules)
+            if len(r) == 2 and r[number].where != "everywhere"
         ]
         keys = [Layout(problem, r).key() for r in changed]
         assert len(keys) == len(set(keys))
@@ -67,6 +70,10 @@ def test_in_a_decode_step_the_cache_is_data_and_the_weights_are_parameters():
         return cache, jnp.einsum("bt,btd->bd", weights, cache) @ params["o"]
 
     weight = np.ones((16, 16), np.float32)
-    args = ({"k": weight, "q": weight, "o": weight}, np.ones((8, 32, 16), np.float32), np.ones((8, 16), np.float32))
+    args = (
+        {"k": weight, "q": weight, "o": weight},
+        np.ones((8, 32, 16), np.float32),
+        np.ones((8, 16), np.float32),
+    )
     groups = problem_of(decode, args, donate_argnums=1).groups.of_input
     assert groups == (Group.PARAMETER,) * 3 + (Group.DATA,) * 2

@@ -20,7 +20,9 @@ from tests.models import mlp_args, mlp_step, unrolled_args, unrolled_step
 from tests.stages import array, mesh_of, prepared
 
 EVALUATIONS = 200
-V5E = hardware_for("tpu_v5e").with_links({axis: Link(alpha_s=0.0, bytes_per_s=9e10) for axis in ("data", "model", "x")})
+V5E = hardware_for("tpu_v5e").with_links(
+    {axis: Link(alpha_s=0.0, bytes_per_s=9e10) for axis in ("data", "model", "x")}
+)
 """Without latency, or replication wins at sizes that can be enumerated."""
 
 
@@ -70,7 +72,9 @@ CASES = {
     "forward": Case(forward, (array(1024, 4096), array(4096, 1024), array(512, 1024))),
     "long batch": Case(forward, (array(256, 256), array(256, 256), array(65536, 256))),
     "attention": Case(attention, (array(256, 8, 64), array(256, 8, 64), array(8, 128, 256))),
-    "embedding": Case(embedding, (array(8192, 256), array(256, 8192), array(8, 64, dtype=np.int32))),
+    "embedding": Case(
+        embedding, (array(8192, 256), array(256, 8192), array(8, 64, dtype=np.int32))
+    ),
     "recurrent": Case(recurrent, (array(512, 512), array(256, 512), array(16, 64, 256))),
     "experts": Case(experts, (array(256, 8), array(8, 256, 1024), array(512, 256))),
     "gradient": Case(gradient, (array(2048, 512), array(128, 2048), array(128, 512)), (0,)),
@@ -85,7 +89,9 @@ def of_case(case: str, mesh: str) -> Prepared:
 
 
 def proposals(made: Prepared, hardware: Hardware, **options: Any) -> Proposals:
-    predictor = Predictor(made.problem, hardware, made.traced.call.donated, backend_for(hardware.name))
+    predictor = Predictor(
+        made.problem, hardware, made.traced.call.donated, backend_for(hardware.name)
+    )
     return propose(made.problem, predictor, asks=20, **options)
 
 
@@ -99,8 +105,12 @@ def best_s() -> dict[tuple[str, str], float]:
             assert every.enumerated
             found[case, mesh] = every.ranked[0].prediction.time_s
             made = of_case(case, mesh)
-            least_s = Predictor(made.problem, hardware, made.traced.call.donated, backend_for(hardware.name)).least_s()
-            assert found[case, mesh] >= least_s * (1 - 1e-9), "no layout there is goes below the bound"
+            least_s = Predictor(
+                made.problem, hardware, made.traced.call.donated, backend_for(hardware.name)
+            ).least_s()
+            assert found[case, mesh] >= least_s * (1 - 1e-9), (
+                "no layout there is goes below the bound"
+            )
     return found
 
 

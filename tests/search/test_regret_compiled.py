@@ -1,8 +1,10 @@
 """The plan that `optimize` finds, against every distinct layout of the space, all of them compiled.
 
-Compiled time is as everywhere: alpha-beta seconds of the compiled collectives, and predicted compute. Each layout is
-compiled with its constraints inside and for arguments only, which the search also tries. Layouts under conditions
-(`refinements`) are beyond the space: a found plan may use them, and then be better than all of it.
+Compiled time is as everywhere: alpha-beta seconds of the compiled collectives, and predicted
+    compute. Each layout is
+compiled with its constraints inside and for arguments only, which the search also tries. Layouts
+under conditions (`refinements`) are beyond the space: a found plan may use them, and then be better
+than all of it.
 """
 
 from __future__ import annotations
@@ -68,13 +70,17 @@ class Priced:
                 if (key := (key_of(self._made, form), inside)) not in seen:
                     seen.add(key)
                     mesh = self._made.request.mesh
-                    compiled = compile_built(build(self._made.traced, form, mesh), mesh, compiler_options=QUICKLY)
+                    compiled = compile_built(
+                        build(self._made.traced, form, mesh), mesh, compiler_options=QUICKLY
+                    )
                     yield self.seconds(form, compiled.executable)
 
     def seconds(self, layout: Layout, executable: Any) -> float:
         """Predicted compute, and the collectives of the program."""
         shown = layout if layout.inside else self._shortener.shorten(layout)
-        ops: tuple[CollectiveOp, ...] = read_collectives(executable.as_text() or "", self._made.request.mesh.axes)
+        ops: tuple[CollectiveOp, ...] = read_collectives(
+            executable.as_text() or "", self._made.request.mesh.axes
+        )
         return step_s(self._predictor, self._predictor.predict(shown).compute_s, ops)
 
 
@@ -90,5 +96,8 @@ def test_the_found_plan_is_as_good_as_the_best_that_compiles(case: str, mesh: st
     )  # fmt: skip
     assert plan.verified.ok
     found_s = priced.seconds(plan.layout, plan.compile().executable)
-    print(f"{case} {mesh}: {len(layouts)} layouts, found {found_s:.4g} s, best {best_s:.4g} s: {found_s / best_s:.3f}")
+    print(
+        f"{case} {mesh}: {len(layouts)} layouts, found {found_s:.4g} s, best {best_s:.4g} s: "
+        f"{found_s / best_s:.3f}"
+    )
     assert found_s <= REGRET * best_s

@@ -39,11 +39,15 @@ def space(decoder: Prepared) -> Space:
 
 
 def points(space: Space) -> st.SearchStrategy[dict[str, str | int]]:
-    return st.fixed_dictionaries({name: st.sampled_from(choices) for name, choices in space.parameters().items()})
+    return st.fixed_dictionaries(
+        {name: st.sampled_from(choices) for name, choices in space.parameters().items()}
+    )
 
 
 @given(data=st.data())
-def test_a_point_is_a_rule_list_that_encodes_to_the_same_layout(space: Space, data: st.DataObject) -> None:
+def test_a_point_is_a_rule_list_that_encodes_to_the_same_layout(
+    space: Space, data: st.DataObject
+) -> None:
     lists = space.decode(data.draw(points(space)))
     again = space.encode(lists)
     assert again is not None
@@ -53,7 +57,9 @@ def test_a_point_is_a_rule_list_that_encodes_to_the_same_layout(space: Space, da
 
 
 @given(data=st.data())
-def test_rules_come_by_mesh_axis_and_place_and_the_optimizer_last(space: Space, data: st.DataObject) -> None:
+def test_rules_come_by_mesh_axis_and_place_and_the_optimizer_last(
+    space: Space, data: st.DataObject
+) -> None:
     point = data.draw(points(space))
     lists = space.decode(point)
     assert len(lists) == len(space.able)
@@ -155,7 +161,11 @@ def test_every_list_is_every_order_of_every_choice(decoder: Prepared) -> None:
     roles = space.able["model"]
     found = every_list(space, "model", 1000)
     assert found is not None
-    assert len(set(found)) == len(found) == sum(math.perm(len(roles), n) for n in range(len(roles) + 1))
+    assert (
+        len(set(found))
+        == len(found)
+        == sum(math.perm(len(roles), n) for n in range(len(roles) + 1))
+    )
     assert every_list(space, "model", len(found) - 1) is None
 
 
@@ -169,4 +179,7 @@ def test_refinements_are_rule_lists_one_step_away(space: Space) -> None:
         changed = [r for r in rules if r not in start]
         assert len(changed) == 1, "one rule is new or changed"
         assert len(rules) - len(start) in (0, 1)
-        assert changed[0].occurrence == "last" or changed[0].where.split(" ")[0] in ("with", "without")
+        assert changed[0].occurrence == "last" or changed[0].where.split(" ")[0] in (
+            "with",
+            "without",
+        )

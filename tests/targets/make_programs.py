@@ -1,4 +1,5 @@
-"""Compiles the programs that `test_saved_programs.py` reads: `python -m tests.targets.make_programs`, once per jax.
+"""Compiles the programs that `test_saved_programs.py` reads: `python -m
+tests.targets.make_programs`, once per jax.
 
 Needs the tpu and gpu extras. Long payloads that no reader looks at are cut out.
 """
@@ -25,7 +26,9 @@ PROGRAMS = {
     "gpu_fsdp": ("gpu:h100:1x8", "data=4,model=2", "fsdp"),
     "gpu_tp": ("gpu:h100:1x8", "data=2,model=4", "fsdp+tp"),
 }
-_PAYLOADS = re.compile(r', backend_config=(\{(?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\})*\})')
+_PAYLOADS = re.compile(
+    r', backend_config=(\{(?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\})*\})'
+)
 
 
 def shortened(match: re.Match[str]) -> str:

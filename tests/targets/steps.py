@@ -37,4 +37,6 @@ def args(scale: int = 1, batch: int = BATCH) -> tuple[Any, Any]:
 
 def plan(target: str, mesh: str, preset: str, **more: Any) -> autoshard.Plan:
     """A preset bound to the step on a target."""
-    return autoshard.apply(step, args(**more), autoshard.target(target, mesh), preset, donate_argnums=0)
+    return autoshard.apply(
+        step, args(**more), autoshard.target(target, mesh), preset, donate_argnums=0
+    )

@@ -1,4 +1,5 @@
-"""The real compilers (`make test-targets` installs them); where they are not, these tests say loudly that they skip."""
+"""The real compilers (`make test-targets` installs them); where they are not, these tests say
+loudly that they skip."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ VMEM = 128 * 2**20
 
 def needs(package: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"NOT TESTED: {package} is not installed; run `make test-targets`")
+    return pytest.mark.skipif(
+        missing, reason=f"NOT TESTED: {package} is not installed; run `make test-targets`"
+    )
 
 
 TPU, GPU = needs("libtpu"), needs("jax_cuda12_plugin")
@@ -38,11 +41,17 @@ def compiled(name: str, mesh: str, jobs: list[dict[str, Any]], **more: Any) -> l
 @TPU
 @pytest.mark.parametrize("name", ["tpu:v5e:2x4", "tpu:v6e:2x4", "tpu:v5p:2x2x2", "tpu:v4:2x2x2"])
 def test_quick_memory_is_close_to_full_memory(name: str) -> None:
-    full, quick = compiled(name, "data=8", [{}, compat.quick_compile_options()], scale=2, batch=8 * 4096)
+    full, quick = compiled(
+        name, "data=8", [{}, compat.quick_compile_options()], scale=2, batch=8 * 4096
+    )
     assert isinstance(full, Reading)
     assert isinstance(quick, Reading)
     assert full.cycles is not None
-    assert 0.85 * full.figures.peak_bytes - VMEM <= quick.figures.peak_bytes <= 1.15 * full.figures.peak_bytes
+    assert (
+        0.85 * full.figures.peak_bytes - VMEM
+        <= quick.figures.peak_bytes
+        <= 1.15 * full.figures.peak_bytes
+    )
 
 
 @TPU
@@ -63,12 +72,22 @@ def test_every_gpu_compiles(part: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [pytest.param("tpu:v5e:2x4", "compiler", marks=TPU), pytest.param("gpu:h100:1x8", "predicted", marks=GPU)],
+    [
+        pytest.param("tpu:v5e:2x4", "compiler", marks=TPU),
+        pytest.param("gpu:h100:1x8", "predicted", marks=GPU),
+    ],
 )
 def test_a_search_on_a_target(name: str, word: str, tmp_path: Path) -> None:
     effort = Effort(compiled=3, measured=0, full=2)
     found = optimize(
-        step, args(), "data=4,model=2", target=name, donate_argnums=0, effort=effort, cache_dir=tmp_path, progress=False
+        step,
+        args(),
+        "data=4,model=2",
+        target=name,
+        donate_argnums=0,
+        effort=effort,
+        cache_dir=tmp_path,
+        progress=False,
     )
     winner = next(trial for trial in found.trials if trial.status == "winner")
     assert winner.compiled is not None
@@ -78,7 +97,8 @@ def test_a_search_on_a_target(name: str, word: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("tpu:v5e:2x4", marks=TPU), pytest.param("gpu:h100:1x8", marks=GPU), "cpu:8"]
+    "name",
+    [pytest.param("tpu:v5e:2x4", marks=TPU), pytest.param("gpu:h100:1x8", marks=GPU), "cpu:8"],
 )
 def test_nothing_fits(name: str, tmp_path: Path) -> None:
     with pytest.raises(NoFeasiblePlanError, match="budget"):
@@ -98,7 +118,8 @@ def test_nothing_fits(name: str, tmp_path: Path) -> None:
 def test_what_the_part_cannot_hold_is_refused_by_its_own_number(
     name: str, batch: int, words: str, tmp_path: Path
 ) -> None:
-    """The TPU compiler refuses; the GPU compiler compiles whatever it is given, and its figure is compared here."""
+    """The TPU compiler refuses; the GPU compiler compiles whatever it is given, and its figure is
+    compared here."""
     with pytest.raises(NoFeasiblePlanError, match=words):
         optimize(
             step, args(scale=8, batch=batch), "data=8", target=name, donate_argnums=0, cache_dir=tmp_path,

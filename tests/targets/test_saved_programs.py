@@ -1,4 +1,5 @@
-"""The readers of compiled programs on saved programs of both compilers and both jax; numbers derived by hand.
+"""The readers of compiled programs on saved programs of both compilers and both jax; numbers
+derived by hand.
 
 5 layers of up 1024x4096 and down 4096x1024 in bfloat16: 8 MiB a weight.
 """
@@ -25,7 +26,8 @@ def saved(name: str, version: str) -> str:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_fsdp_on_gpu(version: str) -> None:
-    """Gathered for the forward and the backward pass; both weights of a layer are scattered together."""
+    """Gathered for the forward and the backward pass; both weights of a layer are scattered
+    together."""
     ops = read_collectives(saved("gpu_fsdp", version), {"data": 4, "model": 2})
     assert summarise(ops) == (
         Collective("all_gather", ("data", "model"), 10, 20 * WEIGHT * 7 // 8),
@@ -55,7 +57,8 @@ def test_slices_send_to_each_other(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_tp"])
 def test_cycles_are_those_of_the_work(name: str, version: str) -> None:
-    """Each device multiplies 5 layers x 2 weights x 3 passes; the units of a v5e do 131,072 operations a cycle."""
+    """Each device multiplies 5 layers x 2 weights x 3 passes; the units of a v5e do 131,072
+    operations a cycle."""
     cycles = read_cycles(saved(name, version))
     assert cycles is not None
     least = 5 * 2 * 3 * 2 * 4096 * 1024 * 4096 // 8 // 131_072

@@ -91,10 +91,22 @@ def test_a_target_needs_a_mesh_of_text(mesh_4x2: jax.sharding.Mesh) -> None:
         optimize(step, args(), mesh_4x2, target="cpu:8", progress=False)
 
 
-@pytest.mark.parametrize(("name", "package"), [("tpu:v5e:4x4", "libtpu"), ("gpu:h100:2x8", "jax_cuda12_plugin")])
-def test_without_its_compiler_a_target_is_still_predicted_and_partitioned(name: str, package: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "package"), [("tpu:v5e:4x4", "libtpu"), ("gpu:h100:2x8", "jax_cuda12_plugin")]
+)
+def test_without_its_compiler_a_target_is_still_predicted_and_partitioned(
+    name: str, package: str
+) -> None:
     def search(effort: Effort) -> Any:
-        return optimize(step, args(), "data=2,model=8", target=name, donate_argnums=0, effort=effort, progress=False)
+        return optimize(
+            step,
+            args(),
+            "data=2,model=8",
+            target=name,
+            donate_argnums=0,
+            effort=effort,
+            progress=False,
+        )
 
     if importlib.util.find_spec(package) is None:
         with pytest.raises(ExtraError, match="pip install 'autoshard"):
@@ -107,10 +119,12 @@ def test_without_its_compiler_a_target_is_still_predicted_and_partitioned(name: 
 
 def test_refusals_are_read() -> None:
     message = "E1000: Ran out of memory on HBM, the total memory required for temporaries (512.00G) exceeds available "
-    assert read_refusal(message + "HBM (15.75G). HLO module: m.") == Refusal(512 * 2**30, int(15.75 * 2**30))
-    assert read_refusal("Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm.") == Refusal(
-        int(20.5 * 2**30), int(15.75 * 2**30)
+    assert read_refusal(message + "HBM (15.75G). HLO module: m.") == Refusal(
+        512 * 2**30, int(15.75 * 2**30)
     )
+    assert read_refusal(
+        "Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
+    ) == Refusal(int(20.5 * 2**30), int(15.75 * 2**30))
     assert read_refusal("INTERNAL: something else") is None
 
 
@@ -153,7 +167,13 @@ def test_a_cpu_target_is_compiled_beside_other_devices(tmp_path: Path) -> None:
     found = search()
     winner = next(trial for trial in found.trials if trial.status == "winner")
     assert winner.compiled is not None
-    assert (winner.compiled.level, winner.compiled.compute_from, winner.measured) == ("full", "predicted", None)
+    assert (winner.compiled.level, winner.compiled.compute_from, winner.measured) == (
+        "full",
+        "predicted",
+        None,
+    )
     again = search()
     seconds = [t.compiled.compile_s for t in again.trials if t.compiled is not None]
-    assert seconds == [t.compiled.compile_s for t in found.trials if t.compiled is not None]  # as kept on disk
+    assert seconds == [
+        t.compiled.compile_s for t in found.trials if t.compiled is not None
+    ]  # as kept on disk

@@ -12,11 +12,16 @@ from tests.whole_models.model import Array, Init, Params, WholeModel, cross_entr
 
 def conv(w: Array, x: Array, stride: int = 1) -> Array:
     """Same padding, NHWC."""
-    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
-def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 16, classes: int = 16, batch: int = 32) -> WholeModel:
-    """He et al. (2016): basic blocks, batch norm with running statistics as state of its own; SGD with momentum."""
+def resnet(
+    widths: tuple[int, ...] = (16, 32, 64), size: int = 16, classes: int = 16, batch: int = 32
+) -> WholeModel:
+    """He et al. (2016): basic blocks, batch norm with running statistics as state of its own; SGD
+    with momentum."""
     init = Init()
 
     def block_params(fan_in: int, width: int) -> Params:
@@ -33,7 +38,10 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 16, classes: int 
         "head": init.dense(widths[-1], classes),
     }
     statistics = [
-        {name: {"mean": np.zeros(w, np.float32), "var": np.ones(w, np.float32)} for name in ("bn_1", "bn_2")}
+        {
+            name: {"mean": np.zeros(w, np.float32), "var": np.ones(w, np.float32)}
+            for name in ("bn_1", "bn_2")
+        }
         for w in widths
     ]
 
@@ -42,7 +50,9 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 16, classes: int 
         new = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, old, {"mean": mean, "var": var})
         return (x - mean) * jax.lax.rsqrt(var + 1e-5) * p["scale"] + p["shift"], new
 
-    def loss(params: Params, statistics: Params, images: Array, labels: Array) -> tuple[Array, Params]:
+    def loss(
+        params: Params, statistics: Params, images: Array, labels: Array
+    ) -> tuple[Array, Params]:
         x, new = conv(params["stem"], images), []
         for i, (p, old) in enumerate(zip(params["blocks"], statistics, strict=True)):
             stride = 1 if i == 0 else 2
@@ -57,17 +67,24 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 16, classes: int 
     def resnet_step(
         params: Params, opt_state: Params, statistics: Params, images: Array, labels: Array
     ) -> tuple[Params, Params, Params, Array]:
-        (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(params, statistics, images, labels)
+        (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, statistics, images, labels
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, statistics, value
 
     state = jax.tree.map(np.asarray, optimizer.init(params))
     images = init.normal(batch, size, size, 3, scale=1.0)
-    return WholeModel(resnet_step, (params, state, statistics, images, init.integers(classes, batch)), (0, 1, 2))
+    return WholeModel(
+        resnet_step, (params, state, statistics, images, init.integers(classes, batch)), (0, 1, 2)
+    )
 
 
-def unet(widths: tuple[int, ...] = (16, 32), bottom: int = 64, size: int = 16, batch: int = 16) -> WholeModel:
-    """Ronneberger et al. (2015): down, bottom, up with skip connections, group norm; pixel labels; Adam."""
+def unet(
+    widths: tuple[int, ...] = (16, 32), bottom: int = 64, size: int = 16, batch: int = 16
+) -> WholeModel:
+    """Ronneberger et al. (2015): down, bottom, up with skip connections, group norm; pixel labels;
+    Adam."""
     init, classes = Init(), 4
 
     def double_params(fan_in: int, width: int) -> Params:
@@ -104,9 +121,13 @@ def unet(widths: tuple[int, ...] = (16, 32), bottom: int = 64, size: int = 16, b
             x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         x = double(params["bottom"], x)
         for p, skip in zip(params["up"], kept[::-1], strict=True):
-            x = jax.lax.conv_transpose(x, p["grow"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.lax.conv_transpose(
+                x, p["grow"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
             x = double(p, jnp.concatenate([skip, x], -1))
         return cross_entropy(conv(params["head"], x), labels)
 
     images = init.normal(batch, size, size, 3, scale=1.0)
-    return training(loss, optax.adam(1e-3, eps=1e-5), params, images, init.integers(classes, batch, size, size))
+    return training(
+        loss, optax.adam(1e-3, eps=1e-5), params, images, init.integers(classes, batch, size, size)
+    )

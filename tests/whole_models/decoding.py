@@ -1,4 +1,5 @@
-"""Greedy decoding with a key-value cache in a while loop that ends when every sequence has ended."""
+"""Greedy decoding with a key-value cache in a while loop that ends when every sequence has
+ended."""
 
 from __future__ import annotations
 
@@ -10,15 +11,24 @@ from tests.whole_models.model import Array, Init, Params, WholeModel, rms_norm
 
 
 def kv_cache_decoding(
-    layers: int = 2, d: int = 64, heads: int = 8, ff: int = 256, vocab: int = 256, batch: int = 16, length: int = 32
+    layers: int = 2,
+    d: int = 64,
+    heads: int = 8,
+    ff: int = 256,
+    vocab: int = 256,
+    batch: int = 16,
+    length: int = 32,
 ) -> WholeModel:
-    """Decodes up to `length` tokens; layers stacked, cache [layer, batch, position, head, size] updated in place."""
+    """Decodes up to `length` tokens; layers stacked, cache [layer, batch, position, head, size]
+    updated in place."""
     init, k, end = Init(), d // heads, 0
     params = {
         "embed": init.normal(vocab, d, scale=0.5),
         "layers": {
             "attn_norm": np.ones((layers, d), np.float32),
-            **{name: init.normal(layers, d, heads, k, scale=d**-0.5) for name in ("wq", "wk", "wv")},
+            **{
+                name: init.normal(layers, d, heads, k, scale=d**-0.5) for name in ("wq", "wk", "wv")
+            },
             "wo": init.normal(layers, heads, k, d, scale=d**-0.5),
             "mlp_norm": np.ones((layers, d), np.float32),
             "w1": init.normal(layers, d, ff, scale=d**-0.5),
@@ -46,12 +56,18 @@ def kv_cache_decoding(
             position, _, _, done = state
             return (position < length) & ~done.all()
 
-        def one_token(state: tuple[Array, Params, Array, Array]) -> tuple[Array, Params, Array, Array]:
+        def one_token(
+            state: tuple[Array, Params, Array, Array],
+        ) -> tuple[Array, Params, Array, Array]:
             position, cache, tokens, done = state
             x = params["embed"][jax.lax.dynamic_index_in_dim(tokens, position, 1, keepdims=False)]
-            x, cache = jax.lax.scan(lambda x, pc: layer(x, *pc, position), x, (params["layers"], cache))
+            x, cache = jax.lax.scan(
+                lambda x, pc: layer(x, *pc, position), x, (params["layers"], cache)
+            )
             chosen = jnp.where(done, end, (x @ params["head"]).argmax(-1).astype(jnp.int32))
-            tokens = jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], position + 1, axis=1)
+            tokens = jax.lax.dynamic_update_slice_in_dim(
+                tokens, chosen[:, None], position + 1, axis=1
+            )
             return position + 1, cache, tokens, done | (chosen == end)
 
         tokens = jnp.zeros((prompt.shape[0], length + 1), jnp.int32).at[:, 0].set(prompt)

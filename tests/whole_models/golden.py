@@ -2,9 +2,9 @@
 
     python -m tests.whole_models.golden --write [model ...]
 
-searches again with the jax that is installed and replaces the rows of its generation; the sentences and the rows of
-other generations stay. The table to read, tests/golden/whole_models.md, is written from it. Without --write it says
-what would change.
+searches again with the jax that is installed and replaces the rows of its generation; the sentences
+and the rows of other generations stay. The table to read, tests/golden/whole_models.md, is written
+from it. Without --write it says what would change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def row_of(name: str) -> Row:
-    """The golden row of a model: of this generation, else of the newest older one, else of the oldest."""
+    """The golden row of a model: of this generation, else of the newest older one, else of the
+    oldest."""
     rows: Mapping[str, Row] = read()[name]["found"]
     order = sorted(rows, key=_version)
     older = [g for g in order if _version(g) <= _version(generation())]
@@ -74,16 +75,24 @@ def make_row(plan: autoshard.Plan, replicated_bytes: int) -> Row:
 
 
 def search_again(name: str) -> Row:
-    """Searches and makes the row; prints how the presets compare, by prediction, for the sentence."""
+    """Searches and makes the row; prints how the presets compare, by prediction, for the
+    sentence."""
     model = MODELS[name]()
     replicated_bytes = replicated_peak_bytes(model)
     plan = search(model, replicated_bytes // 2)
     found = winner_of(plan).predicted
     assert found is not None
     for trial in plan.trials:
-        if trial.origin.startswith("preset:") and trial.constraints == "anchors" and trial.predicted is not None:
+        if (
+            trial.origin.startswith("preset:")
+            and trial.constraints == "anchors"
+            and trial.predicted is not None
+        ):
             time, sent = trial.predicted.time_s / found.time_s, trial.predicted.collective_bytes
-            print(f"  {trial.name}: {time:.3f} of the found plan's time, sends {sent:,} ({found.collective_bytes:,})")
+            print(
+                f"  {trial.name}: {time:.3f} of the found plan's time, sends {sent:,} "
+                f"({found.collective_bytes:,})"
+            )
     return make_row(plan, replicated_bytes)
 
 
@@ -92,9 +101,12 @@ def markdown(models: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         "# What is found for whole models",
         "",
-        f"One train or decode step each, 8 CPU devices as data=4, model=2, predicted for a {SCALE_MODEL.name}, the",
-        "memory budget half of what replication needs. Bytes are what one device sends per step, peaks are per device",
-        "and compiled. Written by `python -m tests.whole_models.golden --write`; the sentences are written by hand.",
+        f"One train or decode step each, 8 CPU devices as data=4, model=2, predicted for a "
+        f"{SCALE_MODEL.name}, the",
+        "memory budget half of what replication needs. Bytes are what one device sends per step, "
+        "peaks are per device",
+        "and compiled. Written by `python -m tests.whole_models.golden --write`; the sentences are "
+        "written by hand.",
         "",
     ]
     for name in MODELS:
@@ -111,8 +123,10 @@ def markdown(models: Mapping[str, Mapping[str, Any]]) -> str:
             rules = "<br>".join(f"`{rule}`" for rule in row["rules"])
             parts = ", ".join(f"{kind} {sent:,}" for kind, sent in row["collectives"].items())
             lines.append(
-                f"| {which} | {row['origin']}, {row['constraints']}<br>{rules} | {row['predicted_bytes']:,} | "
-                f"{row['compiled_bytes']:,} ({parts}) | {row['peak_bytes']:,} | {row['replicated_peak_bytes']:,} |"
+                f"| {which} | {row['origin']}, {row['constraints']}<br>{rules} | "
+                f"{row['predicted_bytes']:,} | "
+                f"{row['compiled_bytes']:,} ({parts}) | {row['peak_bytes']:,} | "
+                f"{row['replicated_peak_bytes']:,} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -124,8 +138,13 @@ def main(arguments: list[str]) -> None:
     names = [name for name in MODELS if name in arguments or not set(arguments) & set(MODELS)]
     for name in names:
         row = search_again(name)
-        before = read().get(name, {"found": {}})["found"].get(generation(), {}).get("compiled_bytes")
-        print(f"{name}: {before} -> {row['compiled_bytes']} bytes, {', '.join(row['rules'])}", flush=True)
+        before = (
+            read().get(name, {"found": {}})["found"].get(generation(), {}).get("compiled_bytes")
+        )
+        print(
+            f"{name}: {before} -> {row['compiled_bytes']} bytes, {', '.join(row['rules'])}",
+            flush=True,
+        )
         if "--write" in arguments:
             models = read()
             models.setdefault(name, {"sentence": "", "found": {}})["found"][generation()] = row
@@ -135,7 +154,9 @@ def main(arguments: list[str]) -> None:
 def save(models: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes the file and the table."""
     JSON.parent.mkdir(exist_ok=True)
-    JSON.write_text(json.dumps({name: models[name] for name in MODELS if name in models}, indent=1) + "\n")
+    JSON.write_text(
+        json.dumps({name: models[name] for name in MODELS if name in models}, indent=1) + "\n"
+    )
     MARKDOWN.write_text(markdown(models))
 
 

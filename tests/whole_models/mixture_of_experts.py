@@ -1,7 +1,8 @@
-"""A transformer block with top-2 routed experts, written twice: dispatch as one-hot einsums, and by sort and gather.
+"""A transformer block with top-2 routed experts, written twice: dispatch as one-hot einsums, and by
+sort and gather.
 
-Both are the same model (GShard, Lepikhin et al. 2021): every sequence is a group with its own capacity, first choices
-go before second ones, what overflows is dropped. Their losses are equal.
+Both are the same model (GShard, Lepikhin et al. 2021): every sequence is a group with its own
+capacity, first choices go before second ones, what overflows is dropped. Their losses are equal.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def sorted_experts(p: Params, x: Array) -> Array:
         expert, gate, token = expert[order], gate[order], order % length
         start = jnp.searchsorted(expert, jnp.arange(experts))
         place = jnp.arange(CHOICES * length) - start[expert]
-        where = jnp.where(place < slots, expert * slots + place, experts * slots)  # the last slot collects overflow
+        where = jnp.where(
+            place < slots, expert * slots + place, experts * slots
+        )  # the last slot collects overflow
         sent = jnp.zeros((experts * slots + 1, d)).at[where].set(x[token])[:-1]
         return sent.reshape(experts, slots, d), where, jnp.stack([token.astype(jnp.float32), gate])
 
@@ -105,7 +108,9 @@ def _moe(
         for p in params["blocks"]:
             h = rms_norm(p["attn_norm"], x)
             q, keys, v = (jnp.einsum("btd,dhk->bthk", h, p[name]) for name in ("q", "k", "v"))
-            x = x + jnp.einsum("bthk,hkd->btd", attention(q, keys, v, causal_bias(x.shape[1])), p["o"])
+            x = x + jnp.einsum(
+                "bthk,hkd->btd", attention(q, keys, v, causal_bias(x.shape[1])), p["o"]
+            )
             x = x + mixture(p, rms_norm(p["moe_norm"], x))
         return cross_entropy((x @ params["head"])[:, :-1], tokens[:, 1:])
 

@@ -39,7 +39,9 @@ class Init:
     def normal(self, *shape: int, scale: float | None = None) -> np.ndarray:
         """Normal numbers, of variance 1 / fan-in unless a scale is given."""
         fan_in = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
-        return (self._rng.standard_normal(shape) * (fan_in**-0.5 if scale is None else scale)).astype(np.float32)
+        return (
+            self._rng.standard_normal(shape) * (fan_in**-0.5 if scale is None else scale)
+        ).astype(np.float32)
 
     def dense(self, fan_in: int, fan_out: int) -> dict[str, np.ndarray]:
         """A weight and a bias."""
@@ -85,7 +87,8 @@ def rms_norm(scale: Array, x: Array) -> Array:
 
 
 def attention(q: Array, k: Array, v: Array, bias: Array | float = 0.0) -> Array:
-    """Softmax attention; q, k, v are [batch, length, heads, size], the bias is added to the scores."""
+    """Softmax attention; q, k, v are [batch, length, heads, size], the bias is added to the
+    scores."""
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * q.shape[-1] ** -0.5 + bias
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
 

@@ -1,4 +1,5 @@
-"""What is neither a transformer nor a convolution: a state-space model, a graph network, a recommender."""
+"""What is neither a transformer nor a convolution: a state-space model, a graph network, a
+recommender."""
 
 from __future__ import annotations
 
@@ -7,13 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tests.whole_models.model import Array, Init, Params, WholeModel, cross_entropy, dense, rms_norm, training
+from tests.whole_models.model import (
+    Array,
+    Init,
+    Params,
+    WholeModel,
+    cross_entropy,
+    dense,
+    rms_norm,
+    training,
+)
 
 
 def state_space(
-    layers: int = 1, d: int = 64, inner: int = 128, states: int = 8, vocab: int = 256, batch: int = 16, length: int = 32
+    layers: int = 1,
+    d: int = 64,
+    inner: int = 128,
+    states: int = 8,
+    vocab: int = 256,
+    batch: int = 16,
+    length: int = 32,
 ) -> WholeModel:
-    """Gu and Dao (2023), Mamba: gated blocks, depthwise convolution, selective scan as an associative scan; AdamW."""
+    """Gu and Dao (2023), Mamba: gated blocks, depthwise convolution, selective scan as an
+    associative scan; AdamW."""
     init, rank, width = Init(), 4, 4
 
     def block_params() -> Params:
@@ -63,9 +80,15 @@ def state_space(
 
 
 def graph_network(
-    rounds: int = 2, d: int = 32, nodes: int = 128, edges: int = 512, classes: int = 8, features: int = 16
+    rounds: int = 2,
+    d: int = 32,
+    nodes: int = 128,
+    edges: int = 512,
+    classes: int = 8,
+    features: int = 16,
 ) -> WholeModel:
-    """Battaglia et al. (2018): edge and node MLPs, messages summed at their receivers (segment_sum); Adam."""
+    """Battaglia et al. (2018): edge and node MLPs, messages summed at their receivers
+    (segment_sum); Adam."""
     init = Init()
 
     def mlp_params(fan_in: int) -> Params:
@@ -81,7 +104,9 @@ def graph_network(
     def mlp(p: Params, x: Array) -> Array:
         return dense(p[1], jax.nn.relu(dense(p[0], x)))
 
-    def loss(params: Params, x: Array, e: Array, senders: Array, receivers: Array, labels: Array) -> Array:
+    def loss(
+        params: Params, x: Array, e: Array, senders: Array, receivers: Array, labels: Array
+    ) -> Array:
         x, e = dense(params["nodes"], x), dense(params["edges"], e)
         for p in params["rounds"]:
             e = e + mlp(p["edge"], jnp.concatenate([e, x[senders], x[receivers]], -1))
@@ -97,9 +122,15 @@ def graph_network(
 
 
 def recommender(
-    tables: int = 4, rows: int = 4096, d: int = 16, dense_features: int = 16, bag: int = 4, batch: int = 64
+    tables: int = 4,
+    rows: int = 4096,
+    d: int = 16,
+    dense_features: int = 16,
+    bag: int = 4,
+    batch: int = 64,
 ) -> WholeModel:
-    """Naumov et al. (2019), DLRM: embedding bags, bottom MLP, pairwise products, top MLP; Adagrad."""
+    """Naumov et al. (2019), DLRM: embedding bags, bottom MLP, pairwise products, top MLP;
+    Adagrad."""
     init = Init()
     pairs = [(i, j) for i in range(tables + 1) for j in range(i)]
     params = {

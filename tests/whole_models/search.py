@@ -13,7 +13,8 @@ from autoshard.cost_model.hardware import Hardware, Link, tpu_v5e
 from tests.whole_models.model import WholeModel
 
 SHRUNK = 64
-"""The models are about this much narrower, and their batches this much smaller, than what people train."""
+"""The models are about this much narrower, and their batches this much smaller, than what people
+train."""
 
 SCALE_MODEL = replace(
     tpu_v5e,
@@ -27,7 +28,9 @@ SCALE_MODEL = replace(
 
 def mesh_of(shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("data", "model")) -> Mesh:
     """A mesh over the 8 CPU devices, axes Auto."""
-    return Mesh(np.array(jax.devices()).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+    return Mesh(
+        np.array(jax.devices()).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 def replicated_peak_bytes(model: WholeModel) -> int:

@@ -1,4 +1,5 @@
-"""Programs on which the obvious axis is the wrong one: accumulated gradients, shared keys, square and fused weights.
+"""Programs on which the obvious axis is the wrong one: accumulated gradients, shared keys, square
+and fused weights.
 
 Each is searched, verified, and held against the presets by what was compiled.
 """
@@ -27,18 +28,24 @@ def eight() -> Mesh:
 
 
 def evidence(plan: autoshard.Plan) -> Any:
-    """The compiled program of the winner; right, and no slower than any compiled preset that fits."""
+    """The compiled program of the winner; right, and no slower than any compiled preset that
+    fits."""
     compiled = winner_of(plan).compiled
     assert plan.verified
     assert compiled is not None
     for trial in plan.trials:
-        if trial.origin.startswith("preset") and trial.compiled is not None and trial.status != "rejected":
+        if (
+            trial.origin.startswith("preset")
+            and trial.compiled is not None
+            and trial.status != "rejected"
+        ):
             assert compiled.time_s <= 1.005 * trial.compiled.time_s, trial.name
     return compiled
 
 
 def accumulating(n_micro: int, batch: int, d: int, hidden: int) -> WholeModel:
-    """Gradients of `n_micro` slices of the batch, summed by a scan: `(batch) -> (n_micro, batch / n_micro)`."""
+    """Gradients of `n_micro` slices of the batch, summed by a scan: `(batch) -> (n_micro, batch /
+    n_micro)`."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return ((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2).mean()
@@ -57,7 +64,8 @@ def accumulating(n_micro: int, batch: int, d: int, hidden: int) -> WholeModel:
 
 
 def test_data_parallelism_splits_the_work_of_accumulated_gradients(eight: Mesh) -> None:
-    """Were the scanned dimension taken for the batch, every device would do all of every micro batch."""
+    """Were the scanned dimension taken for the batch, every device would do all of every micro
+    batch."""
     model = accumulating(n_micro=4, batch=512, d=16, hidden=32)
     whole, split = (
         autoshard.apply(model.step, model.args, eight, layout, donate_argnums=0).compile().evidence
@@ -66,7 +74,9 @@ def test_data_parallelism_splits_the_work_of_accumulated_gradients(eight: Mesh) 
     assert split.flops < whole.flops / 6  # an eighth, and the update of the parameters
     plan = search(model, None, eight)
     assert evidence(plan).flops < whole.flops / 6
-    assert any("dp (arguments): its compiled program does" in note for note in plan.notes)  # it leaves the work whole
+    assert any(
+        "dp (arguments): its compiled program does" in note for note in plan.notes
+    )  # it leaves the work whole
 
 
 def multi_query_decode(batch: int, length: int, d: int, heads: int, k: int) -> WholeModel:
@@ -75,7 +85,9 @@ def multi_query_decode(batch: int, length: int, d: int, heads: int, k: int) -> W
     def decode(params: Any, cache: Any, x: jax.Array, position: jax.Array) -> tuple[Any, jax.Array]:
         q = jnp.einsum("bd,dhk->bhk", x, params["wq"])
         cache = {
-            name: jax.lax.dynamic_update_slice_in_dim(cache[name], (x @ params[f"w{name}"])[:, None], position, 1)
+            name: jax.lax.dynamic_update_slice_in_dim(
+                cache[name], (x @ params[f"w{name}"])[:, None], position, 1
+            )
             for name in ("k", "v")
         }
         scores = jnp.einsum("bhk,bsk->bhs", q, cache["k"]) * k**-0.5
@@ -84,20 +96,33 @@ def multi_query_decode(batch: int, length: int, d: int, heads: int, k: int) -> W
         x = x + jnp.einsum("bhk,hkd->bd", mixed, params["wo"])
         return cache, x + jax.nn.gelu(x @ params["w1"]) @ params["w2"]
 
-    shapes = {"wq": (d, heads, k), "wk": (d, k), "wv": (d, k), "wo": (heads, k, d), "w1": (d, 4 * d), "w2": (4 * d, d)}
+    shapes = {
+        "wq": (d, heads, k),
+        "wk": (d, k),
+        "wv": (d, k),
+        "wo": (heads, k, d),
+        "w1": (d, 4 * d),
+        "w2": (4 * d, d),
+    }
     params = {name: normal(*shape) for name, shape in shapes.items()}
     cache = {name: normal(batch, length, k) for name in ("k", "v")}
     return WholeModel(decode, (params, cache, normal(batch, d), np.int32(5)), (1,))
 
 
-def test_multi_query_decoding_splits_the_cache_by_batch_and_the_weights_by_heads(eight: Mesh) -> None:
-    """Pope et al. (2022), section 3.3: the one key head cannot be split, so the cache goes by batch, the rest by heads.
+def test_multi_query_decoding_splits_the_cache_by_batch_and_the_weights_by_heads(
+    eight: Mesh,
+) -> None:
+    """Pope et al. (2022), section 3.3: the one key head cannot be split, so the cache goes by
+    batch, the rest by heads.
 
-    Neither fits when it is whole on every device. Changing between the two costs an all_to_all of one token's queries.
+    Neither fits when it is whole on every device. Changing between the two costs an all_to_all of
+    one token's queries.
     """
     model = multi_query_decode(batch=32, length=256, d=128, heads=16, k=16)
     params, cache, *_ = model.args
-    weights, cached = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (params, cache))
+    weights, cached = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (params, cache)
+    )
     plan = search(model, (weights + cached) // 3, eight)
     compiled = evidence(plan)
     assert plan.specs["cache/k"] == plan.specs["cache/v"] == P("x")
@@ -108,7 +133,8 @@ def test_multi_query_decoding_splits_the_cache_by_batch_and_the_weights_by_heads
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2)])
 def test_recurrent_square_weights(shape: tuple[int, ...]) -> None:
-    """`h @ w` with h and the result of one axis: whichever dimension of w is split, h changes hands every step."""
+    """`h @ w` with h and the result of one axis: whichever dimension of w is split, h changes hands
+    every step."""
     batch, length, d = 32, 16, 64
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -124,7 +150,8 @@ def test_recurrent_square_weights(shape: tuple[int, ...]) -> None:
 
 
 def test_optimizer_that_multiplies_a_weight_with_its_transpose() -> None:
-    """Muon (Jordan 2024): `w @ w.T` has both dimensions of one axis, and a split of it must choose which."""
+    """Muon (Jordan 2024): `w @ w.T` has both dimensions of one axis, and a split of it must choose
+    which."""
     batch, d = 64, 64
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -151,15 +178,21 @@ def test_optimizer_that_multiplies_a_weight_with_its_transpose() -> None:
 
 
 def test_fused_qkv_moves_no_more_than_the_presets_that_split_the_work() -> None:
-    """Split over its fused dimension, a QKV weight must be moved to be cut in three; the search finds a way around."""
+    """Split over its fused dimension, a QKV weight must be moved to be cut in three; the search
+    finds a way around."""
     batch, length, d, heads = 16, 32, 64, 4
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], heads, d // heads)
         for p in params:
             q, k, v = (a.reshape(shape) for a in jnp.split(x @ p["qkv"], 3, -1))
-            scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * shape[-1] ** -0.5 + causal_bias(x.shape[1])
-            x = x + jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v).reshape(x.shape) @ p["o"]
+            scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * shape[-1] ** -0.5 + causal_bias(
+                x.shape[1]
+            )
+            x = (
+                x
+                + jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v).reshape(x.shape) @ p["o"]
+            )
             x = x + jax.nn.gelu(x @ p["w1"]) @ p["w2"]
         return (x * x).mean()
 
@@ -167,6 +200,10 @@ def test_fused_qkv_moves_no_more_than_the_presets_that_split_the_work() -> None:
     params = [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(2)]
     plan = search(WholeModel(sgd(loss), (params, normal(batch, length, d)), (0,)), None, compiled=6)
     compiled = evidence(plan)
-    presets = [t.compiled for t in plan.trials if t.origin in ("preset:tp", "preset:fsdp+tp") and t.compiled]
+    presets = [
+        t.compiled
+        for t in plan.trials
+        if t.origin in ("preset:tp", "preset:fsdp+tp") and t.compiled
+    ]
     assert presets
     assert all(compiled.collective_bytes <= preset.collective_bytes for preset in presets)

@@ -1,4 +1,5 @@
-"""Whole models from public architectures: each is searched, verified, and held against the golden table."""
+"""Whole models from public architectures: each is searched, verified, and held against the golden
+table."""
 
 from __future__ import annotations
 
@@ -15,18 +16,22 @@ from tests.whole_models.search import search, winner_of
 
 SLOW = {"unet", "diffusion", "encoder_decoder", "state_space"}
 MORE_BYTES = 1.10
-"""Reorderings by another compiler or sampler move the bytes by a few percent; a lost layout moves them by more."""
+"""Reorderings by another compiler or sampler move the bytes by a few percent; a lost layout moves
+them by more."""
 
 
 def close(got: Any, want: Any) -> None:
-    """Floats to a thousandth of their leaf's scale (Adam divides by roots of tiny second moments), integers exactly."""
+    """Floats to a thousandth of their leaf's scale (Adam divides by roots of tiny second moments),
+    integers exactly."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         scale = np.abs(y).max(initial=0.0) if np.issubdtype(y.dtype, np.floating) else 0.0
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-3 * scale)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS]
+)
 def test_whole_model(name: str) -> None:
     model, row = MODELS[name](), golden.row_of(name)
     budget_bytes = row["replicated_peak_bytes"] // 2
@@ -46,7 +51,8 @@ def test_every_model_was_reviewed_on_both_generations() -> None:
         assert entry["sentence"], name
         assert {"0.10", "0.12"} <= set(entry["found"]), name
         assert all(
-            row["verified"] and row["peak_bytes"] <= row["replicated_peak_bytes"] / 2 for row in entry["found"].values()
+            row["verified"] and row["peak_bytes"] <= row["replicated_peak_bytes"] / 2
+            for row in entry["found"].values()
         )
     assert golden.MARKDOWN.read_text() == golden.markdown(found)
 

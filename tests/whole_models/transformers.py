@@ -1,4 +1,5 @@
-"""Transformers: GPT-2, Llama, ViT, an encoder-decoder in the manner of T5, a diffusion transformer."""
+"""Transformers: GPT-2, Llama, ViT, an encoder-decoder in the manner of T5, a diffusion
+transformer."""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ from tests.whole_models.model import (
 
 
 def gpt2(
-    layers: int = 2, d: int = 64, heads: int = 4, vocab: int = 256, batch: int = 16, length: int = 32
+    layers: int = 2,
+    d: int = 64,
+    heads: int = 4,
+    vocab: int = 256,
+    batch: int = 16,
+    length: int = 32,
 ) -> WholeModel:
-    """Radford et al. (2019): learned positions, pre-norm blocks with fused QKV, tied embedding; AdamW, clipped."""
+    """Radford et al. (2019): learned positions, pre-norm blocks with fused QKV, tied embedding;
+    AdamW, clipped."""
     init = Init()
 
     def block_params() -> Params:
@@ -72,7 +79,8 @@ def llama(
     layers: int = 4, d: int = 64, heads: int = 8, kv: int = 4, ff: int = 192, vocab: int = 256, batch: int = 16,
     length: int = 32,
 ) -> WholeModel:  # fmt: skip
-    """Touvron et al. (2023): RMSNorm, RoPE, grouped-query attention, SwiGLU; scanned layers, rematerialised; AdamW."""
+    """Touvron et al. (2023): RMSNorm, RoPE, grouped-query attention, SwiGLU; scanned layers,
+    rematerialised; AdamW."""
     init, k = Init(), d // heads
     params = {
         "embed": init.normal(vocab, d, scale=0.02),
@@ -95,9 +103,14 @@ def llama(
         b, t, _ = x.shape
         h = rms_norm(p["attn_norm"], x)
         q = rope(jnp.einsum("btd,dhk->bthk", h, p["wq"])).reshape(b, t, kv, heads // kv, k)
-        keys, values = rope(jnp.einsum("btd,dhk->bthk", h, p["wk"])), jnp.einsum("btd,dhk->bthk", h, p["wv"])
+        keys, values = (
+            rope(jnp.einsum("btd,dhk->bthk", h, p["wk"])),
+            jnp.einsum("btd,dhk->bthk", h, p["wv"]),
+        )
         scores = jnp.einsum("bqgrk,bsgk->bgrqs", q, keys) * k**-0.5 + causal_bias(t)
-        mixed = jnp.einsum("bgrqs,bsgk->bqgrk", jax.nn.softmax(scores), values).reshape(b, t, heads, k)
+        mixed = jnp.einsum("bgrqs,bsgk->bqgrk", jax.nn.softmax(scores), values).reshape(
+            b, t, heads, k
+        )
         x = x + jnp.einsum("bthk,hkd->btd", mixed, p["wo"])
         h = rms_norm(p["mlp_norm"], x)
         return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
@@ -111,9 +124,16 @@ def llama(
 
 
 def vit(
-    layers: int = 2, d: int = 64, heads: int = 4, size: int = 16, patch: int = 4, classes: int = 16, batch: int = 16
+    layers: int = 2,
+    d: int = 64,
+    heads: int = 4,
+    size: int = 16,
+    patch: int = 4,
+    classes: int = 16,
+    batch: int = 16,
 ) -> WholeModel:
-    """Dosovitskiy et al. (2021): convolution into patches, class token, encoder blocks with biases; AdamW."""
+    """Dosovitskiy et al. (2021): convolution into patches, class token, encoder blocks with biases;
+    AdamW."""
     init, k = Init(), d // heads
     tokens = (size // patch) ** 2 + 1
 
@@ -142,7 +162,11 @@ def vit(
 
     def loss(params: Params, images: Array, labels: Array) -> Array:
         x = jax.lax.conv_general_dilated(
-            images, params["patches"], (patch, patch), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            images,
+            params["patches"],
+            (patch, patch),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         x = x.reshape(x.shape[0], -1, d)
         first = jnp.broadcast_to(params["class"], (x.shape[0], 1, d))
@@ -152,14 +176,17 @@ def vit(
         return cross_entropy(dense(params["head"], layer_norm(params["ln"], x[:, 0])), labels)
 
     images = init.normal(batch, size, size, 3, scale=1.0)
-    return training(loss, optax.adamw(1e-3, eps=1e-5), params, images, init.integers(classes, batch))
+    return training(
+        loss, optax.adamw(1e-3, eps=1e-5), params, images, init.integers(classes, batch)
+    )
 
 
 def encoder_decoder(
     layers: int = 1, d: int = 64, heads: int = 4, ff: int = 128, vocab: int = 256, batch: int = 16, source: int = 32,
     target: int = 16,
 ) -> WholeModel:  # fmt: skip
-    """Raffel et al. (2020), T5: relative position bias, no biases elsewhere, shared embedding; Adafactor."""
+    """Raffel et al. (2020), T5: relative position bias, no biases elsewhere, shared embedding;
+    Adafactor."""
     init, k, buckets = Init(), d // heads, 8
 
     def attention_params() -> Params:
@@ -176,7 +203,9 @@ def encoder_decoder(
         "shared": init.normal(vocab, d, scale=0.05),
         "encoder_bias": init.normal(buckets, heads),
         "decoder_bias": init.normal(buckets, heads),
-        "encoder": [{"self": attention_params(), "ff": feed_forward_params()} for _ in range(layers)],
+        "encoder": [
+            {"self": attention_params(), "ff": feed_forward_params()} for _ in range(layers)
+        ],
         "decoder": [
             {"self": attention_params(), "cross": attention_params(), "ff": feed_forward_params()}
             for _ in range(layers)
@@ -212,14 +241,25 @@ def encoder_decoder(
 
     optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=32)
     return training(
-        loss, optimizer, params, init.integers(vocab, batch, source), init.integers(vocab, batch, target + 1)
+        loss,
+        optimizer,
+        params,
+        init.integers(vocab, batch, source),
+        init.integers(vocab, batch, target + 1),
     )
 
 
 def diffusion(
-    layers: int = 2, d: int = 64, heads: int = 4, size: int = 16, patch: int = 4, classes: int = 16, batch: int = 16
+    layers: int = 2,
+    d: int = 64,
+    heads: int = 4,
+    size: int = 16,
+    patch: int = 4,
+    classes: int = 16,
+    batch: int = 16,
 ) -> WholeModel:
-    """Peebles and Xie (2023), DiT: a denoising step, adaLN blocks, noise drawn inside; AdamW and an average."""
+    """Peebles and Xie (2023), DiT: a denoising step, adaLN blocks, noise drawn inside; AdamW and an
+    average."""
     init, k, channels = Init(), d // heads, 4
     pieces, per_piece = (size // patch) ** 2, patch * patch * channels
 
@@ -256,7 +296,11 @@ def diffusion(
 
     def denoise(params: Params, x: Array, time: Array, labels: Array) -> Array:
         side = size // patch
-        x = x.reshape(-1, side, patch, side, patch, channels).transpose(0, 1, 3, 2, 4, 5).reshape(-1, pieces, per_piece)
+        x = (
+            x.reshape(-1, side, patch, side, patch, channels)
+            .transpose(0, 1, 3, 2, 4, 5)
+            .reshape(-1, pieces, per_piece)
+        )
         x = dense(params["patches"], x) + params["positions"]
         angles = time[:, None] * 1000.0 ** (-jnp.arange(16) / 16)
         embedded = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
@@ -274,7 +318,9 @@ def diffusion(
         mixed = jnp.cos(angle) * images + jnp.sin(angle) * noise
         side = size // patch
         wanted = noise.reshape(-1, side, patch, side, patch, channels).transpose(0, 1, 3, 2, 4, 5)
-        return ((denoise(params, mixed, time, labels) - wanted.reshape(-1, pieces, per_piece)) ** 2).mean()
+        return (
+            (denoise(params, mixed, time, labels) - wanted.reshape(-1, pieces, per_piece)) ** 2
+        ).mean()
 
     optimizer = optax.adamw(1e-3, eps=1e-5)
 
@@ -291,4 +337,8 @@ def diffusion(
     average = jax.tree.map(np.copy, params)
     images = init.normal(batch, size, size, channels, scale=1.0)
     key = np.array([0, 7], np.uint32)
-    return WholeModel(diffusion_step, (params, state, average, images, init.integers(classes, batch), key), (0, 1, 2))
+    return WholeModel(
+        diffusion_step,
+        (params, state, average, images, init.integers(classes, batch), key),
+        (0, 1, 2),
+    )

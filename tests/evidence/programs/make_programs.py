@@ -1,7 +1,9 @@
-"""Compiles the small CPU programs that `test_hlo.py` reads: `python make_programs.py`, once per jax release.
+"""Compiles the small CPU programs that `test_hlo.py` reads: `python make_programs.py`, once per jax
+release.
 
-The TPU and GPU programs beside them were compiled for a v5e:2x4 and an 8 x H100 topology from functions like the first
-and the third of these (with wider shapes), then reduced to the lines that matter here.
+The TPU and GPU programs beside them were compiled for a v5e:2x4 and an 8 x H100 topology from
+functions like the first and the third of these (with wider shapes), then reduced to the lines that
+matter here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LAYERS, D_MODEL, D_FF, BATCH = 5, 16, 32, 8
 
 
 def fsdp_scan(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A train step of a scanned two-layer MLP: parameters sharded over both axes, the batch over `data`."""
+    """A train step of a scanned two-layer MLP: parameters sharded over both axes, the batch over
+    `data`."""
 
     def loss(weights: Any, x: Any) -> Any:
         def block(h: Any, w: Any) -> Any:
@@ -44,7 +47,8 @@ def fsdp_scan(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def loops(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A contraction over a sharded dimension in scan(4) in scan(3), then in a loop whose end depends on data."""
+    """A contraction over a sharded dimension in scan(4) in scan(3), then in a loop whose end
+    depends on data."""
     replicated = NamedSharding(mesh, P())
 
     def step(x: Any, w: Any) -> Any:
@@ -64,10 +68,15 @@ def loops(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def moves(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Every kind of collective, by hand in a shard_map and by the partitioner (cond, roll, sort)."""
+    """Every kind of collective, by hand in a shard_map and by the partitioner (cond, roll,
+    sort)."""
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", None), check_vma=False
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=P("data", "model"),
+        out_specs=P("data", None),
+        check_vma=False,
     )
     def by_hand(x: Any) -> Any:
         y = jax.lax.psum(x, "model")
@@ -79,10 +88,14 @@ def moves(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     def step(x: Any, i: Any) -> Any:
         y = by_hand(x)
         rows = NamedSharding(mesh, P(("model", "data"), None))
-        square = jax.lax.cond(i > 0, lambda y: jax.lax.with_sharding_constraint(y @ y.T, rows), lambda y: y @ y.T, y)
+        square = jax.lax.cond(
+            i > 0, lambda y: jax.lax.with_sharding_constraint(y @ y.T, rows), lambda y: y @ y.T, y
+        )
         return square, jnp.roll(x, 3, 0), jnp.sort(x, axis=0)
 
-    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data", "model")))
+    x = jax.ShapeDtypeStruct(
+        (64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data", "model"))
+    )
     return step, (x, jax.ShapeDtypeStruct((), jnp.int32))
 
 
