@@ -36,9 +36,9 @@ from autoshard.groups import Group
 from autoshard.layout import Layout, Problem
 from autoshard.prepare import Prepared, prepare
 from autoshard.program import Eqn, Value
-from autoshard.report import bytes_text, seconds_text
 from autoshard.roles import find_roles
 from autoshard.search.proposer import propose
+from autoshard.text import bytes_text, seconds_text
 
 WORTH = 0.02
 """Share of the time or of the peak memory that a change must save to be mentioned."""

@@ -8,9 +8,8 @@ all continue from the same values. Nothing is waited for without a limit, and a 
 or leaves says so, on which the others leave the step as well.
 
 One thing cannot be left: a program on the devices that waits for a process which failed before it
-    got there. A thread
-watches for that. It ends the process, after telling why, since nothing else can; a supervisor may
-start it again.
+got there. A thread watches for that. It ends the process, after telling why, since nothing else
+can; a supervisor may start it again.
 """
 
 from __future__ import annotations

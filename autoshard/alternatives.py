@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, SearchFailedError
 from autoshard.ladder import Effort
 from autoshard.plan import Plan
-from autoshard.report import bytes_text, seconds_text
+from autoshard.text import bytes_text, seconds_text
 from autoshard.throughput import checked_samples
 from autoshard.trial import Predicted, Trial
 

@@ -23,8 +23,9 @@ from autoshard.agreement import LOST
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
-from autoshard.report import printable, table_text
+from autoshard.report import table_text
 from autoshard.table import SpecTable
+from autoshard.text import printable
 
 app = typer.Typer(
     name="autoshard",

@@ -11,8 +11,7 @@ import typer
 
 from autoshard.apply import apply
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.report import trials_of
-from autoshard.table import SpecTable
+from autoshard.table import SpecTable, trials_of
 
 
 def explain(

@@ -20,9 +20,10 @@ from autoshard.cost_model.hardware import hardware_for
 from autoshard.errors import ArgumentError, HardwareError
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.layout import Layout
-from autoshard.meshes import parse_axes, resolve_mesh
+from autoshard.mesh_text import parse_axes
+from autoshard.meshes import resolve_mesh
 from autoshard.plan import Plan
-from autoshard.report import bytes_text
+from autoshard.text import bytes_text
 
 APPLY_TAKES = (
     "fn", "example_args", "example_kwargs", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",

@@ -14,7 +14,7 @@ from autoshard.diff import diff_text
 from autoshard.export import FORMS
 from autoshard.export import export as export_table
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.meshes import parse_axes
+from autoshard.mesh_text import parse_axes
 from autoshard.report_html import report_html
 from autoshard.table import SpecTable
 

@@ -23,7 +23,7 @@ from autoshard.layout import Layout, to_partition_spec
 from autoshard.program import Body, Eqn, Value
 from autoshard.rewrite import Constraints, EqnConstraints, Pieces
 from autoshard.roles import Roles
-from autoshard.trace import source_line
+from autoshard.source_lines import source_line
 
 ANCHORS = frozenset(
     {

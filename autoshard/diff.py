@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
-from autoshard.report import bytes_text, printable, seconds_text, trials_of
-from autoshard.table import Leaf, SpecTable, spec_text
+from autoshard.table import Leaf, SpecTable, spec_text, trials_of
 from autoshard.table_patterns import Each, fold, path_key
+from autoshard.text import bytes_text, printable, seconds_text
 
 
 def diff_text(old: SpecTable, new: SpecTable) -> str:

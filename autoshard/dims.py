@@ -221,8 +221,7 @@ def _lend(
     just its own part.
 
     Nothing is joined by that: another reader with other axes makes its own part as well. Captured
-        arrays (constvars)
-    are whole on every device and get no axes.
+    arrays (constvars) are whole on every device and get no axes.
     """
     made = {
         v.index for eqn in program.eqns if not eqn.bodies for v in eqn.outputs if constant[v.index]

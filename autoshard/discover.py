@@ -33,7 +33,7 @@ from autoshard import compat
 from autoshard.dim_rules import DimRule, LoopKind, known_primitives, rule_of
 from autoshard.dim_rules.loops import Loops, whole_rule
 from autoshard.kernels import grid_rule
-from autoshard.partition import LoweredOps, lowered_ops
+from autoshard.op_rules import LoweredOps, lowered_ops
 from autoshard.program import Eqn
 
 OPENED = frozenset({"ffi_call", "custom_partitioning"})

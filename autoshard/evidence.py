@@ -73,10 +73,9 @@ def ring_bytes(kind: str, full_bytes: int, group_size: int) -> int:
     """Bytes one device sends in one collective on a ring.
 
     With n devices and B = full_bytes: all_gather and reduce_scatter `(n-1)/n * B`, all_reduce twice
-        that, all_to_all
-    `(n-1)/n * B/n`, collective_permute `B`. B is the gathered result (all_gather), the operand of
-    one device (reduce_scatter, all_reduce), n times the operand of one device (all_to_all), the
-    operand (collective_permute).
+    that, all_to_all `(n-1)/n * B/n`, collective_permute `B`. B is the gathered result (all_gather),
+    the operand of one device (reduce_scatter, all_reduce), n times the operand of one device
+    (all_to_all), the operand (collective_permute).
 
     Args:
         kind: One of `KINDS`.

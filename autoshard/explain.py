@@ -2,7 +2,7 @@
 why not otherwise.
 
 Every number says whose word it is: predicted (the model), compiled (read from the compiled
-    program), measured.
+program), measured.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autoshard.hlo import read_collectives
 from autoshard.layout import AxisRule, Layout, shard_count
 from autoshard.otherwise import predictor_for, role_of
 from autoshard.program import Value
-from autoshard.report import bytes_text, render, seconds_text
+from autoshard.source_lines import source_line
+from autoshard.text import bytes_text, render, seconds_text
 from autoshard.throughput import Throughput
-from autoshard.trace import source_line
 from autoshard.trial import Trial
 
 if TYPE_CHECKING:

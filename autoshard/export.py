@@ -2,8 +2,7 @@
 fails.
 
 The forms are text: a Python module, ordered regular expressions, logical axis names with rules, the
-    constraints to
-paste, CSV and Markdown. None of them needs autoshard to be read.
+constraints to paste, CSV and Markdown. None of them needs autoshard to be read.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from collections.abc import Callable, Mapping
 from autoshard.errors import ArgumentError
 from autoshard.export_logical import logical_text
 from autoshard.export_python import python_text, regex_text
-from autoshard.report import printable
 from autoshard.table import Leaf, SpecTable, spec_text
 from autoshard.table_patterns import fold
+from autoshard.text import printable
 
 
 def export(table: SpecTable, to: str, argument: str | None = None) -> str:

@@ -2,9 +2,8 @@
 without jaxlib.
 
 Only what `hlo` needs: instruction names, shapes, operands, called computations and attributes, of
-    CPU, TPU and GPU
-programs.
-jaxlib's own parser of this text aborts the process on some programs, so it is never used.
+CPU, TPU and GPU programs. jaxlib's own parser of this text aborts the process on some programs, so
+it is never used.
 
 Lines are split first and parsed on demand: most instructions are arithmetic, which nobody asks for.
 """

@@ -7,7 +7,7 @@ from which the evidence is read as for a program compiled here. Starting costs a
 worker is kept warm, and replaced when it dies.
 
 Not covered: programs that call back into Python (`InProcess` says so), and lowering, which is jax's
-    own Python.
+own Python.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from autoshard.errors import ArgumentError, NoFeasiblePlanError, SearchFailedError
 from autoshard.layout import shard_count
 from autoshard.race import FAR, NOISE, Candidate, Race
-from autoshard.report import bytes_text
 from autoshard.revise import Revision
 from autoshard.search.proposer import Proposals
+from autoshard.text import bytes_text
 
 PARTITIONED_PER_COMPILED = 2
 MORE_WORK = 1.5

@@ -5,7 +5,6 @@ search works on.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,11 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard.errors import MeshError
 from autoshard.layout import Spec, to_partition_spec
+from autoshard.mesh_text import parse_axes
 
 if TYPE_CHECKING:
     from autoshard.target import Target
-
-_AXIS = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\d+)\s*$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,27 +104,6 @@ class MeshInfo:
     def sharding(self, spec: Spec) -> NamedSharding:
         """A NamedSharding on the user's mesh."""
         return NamedSharding(self.user, to_partition_spec(spec))
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """Axis sizes of a mesh string.
-
-    >>> parse_axes("data=4,model=2")
-    {'data': 4, 'model': 2}
-
-    Raises:
-        MeshError: If the text is not `name=size,name=size`.
-    """
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        match = _AXIS.match(part)
-        if match is None or int(match[2]) < 1 or match[1] in axes:
-            raise MeshError(
-                f"mesh={text!r}: cannot read {part!r}. Write distinct names with sizes >= 1, such "
-                f"as 'data=4,model=2'."
-            )
-        axes[match[1]] = int(match[2])
-    return axes
 
 
 def resolve_mesh(mesh: Mesh | str) -> MeshInfo:

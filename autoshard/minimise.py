@@ -208,8 +208,8 @@ def fewest(
     """A subset that is enough and of which none can be dropped, in about k log n tries for k of n.
 
     Statements are taken from the front: the last one of the shortest prefix that is enough is
-        needed, and so on
-    (Junker 2004, QuickXplain, with a prefix search). At last each one left is tried without.
+    needed, and so on (Junker 2004, QuickXplain, with a prefix search). At last each one left is
+    tried without.
     """
     needed: list[Statement] = []
     left = list(statements)

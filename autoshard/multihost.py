@@ -29,13 +29,13 @@ from autoshard.agreement import Agreement, Ended
 from autoshard.bench import Bench, Compared
 from autoshard.compile import Built, Compiled
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
-from autoshard.inputs import whole
 from autoshard.interrupt import Interrupts
 from autoshard.layout import AxisRule, Layout
 from autoshard.meshes import MeshInfo
 from autoshard.prepare import Prepared
 from autoshard.signature import Call
 from autoshard.throughput import Throughput
+from autoshard.transfer import whole
 from autoshard.trial import Measured, Skipped, Trial
 
 log = logging.getLogger("autoshard.jobs")

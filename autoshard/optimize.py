@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -42,15 +41,12 @@ from autoshard.progress import Progress
 from autoshard.race import Candidate, Race
 from autoshard.search.proposer import Proposals, propose
 from autoshard.shared import Sharing, join
-from autoshard.tabulate import own_version
 from autoshard.target import mesh_on
 from autoshard.target_ladder import climb_target
 from autoshard.target_topology import require_compiler
+from autoshard.text import parse_bytes
 from autoshard.throughput import Throughput, checked_samples
-
-_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
-_UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
-          **{f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}}  # fmt: skip
+from autoshard.version import own_version
 
 
 def optimize(
@@ -373,25 +369,6 @@ def _identity(
         "jax": jax.__version__,
         "autoshard": own_version(),
     }
-
-
-def parse_bytes(size: int | str | None, name: str = "memory_budget_bytes") -> int | None:
-    """A number of bytes from an int or text; `name` is the argument that it came by.
-
-    >>> parse_bytes("16GiB"), parse_bytes("1.5 kB".replace("k", "K")), parse_bytes(1024)
-    (17179869184, 1500, 1024)
-
-    Raises:
-        ArgumentError: If it is neither.
-    """
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
-        return size
-    match = _SIZE.match(size) if isinstance(size, str) else None
-    if match is None:
-        raise ArgumentError(
-            f"{name}={size!r}; use a positive int, or text such as '16GiB' or '800MB'."
-        )
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def resolve_hardware(hardware: Hardware | str | None, mesh: MeshInfo) -> Hardware:

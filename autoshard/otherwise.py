@@ -34,7 +34,7 @@ from autoshard.layout import (
 )
 from autoshard.pins import PinMap, resolve_pins
 from autoshard.program import Value
-from autoshard.report import bytes_text, render, seconds_text
+from autoshard.text import bytes_text, render, seconds_text
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan

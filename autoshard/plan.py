@@ -20,7 +20,6 @@ from autoshard.cost_model.hardware import Hardware
 from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.explain import Explanation, explain
 from autoshard.in_place import InPlace
-from autoshard.inputs import put
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
 from autoshard.minimise import MinimalConstraints, minimise
@@ -32,6 +31,7 @@ from autoshard.table import SpecTable
 from autoshard.tabulate import table_of
 from autoshard.throughput import Throughput
 from autoshard.trace import Traced
+from autoshard.transfer import put
 from autoshard.trial import Skipped, Trial
 
 log = logging.getLogger("autoshard")
@@ -320,8 +320,7 @@ class Plan:
         """An argument as `jax.ShapeDtypeStruct`s with the plan's shardings, in its structure.
 
         What orbax restores into: `checkpointer.restore(path, plan.abstract("params"))` puts each
-            shard where it
-        belongs, whatever plan or mesh it was saved under.
+        shard where it belongs, whatever plan or mesh it was saved under.
 
         Args:
             argument: Position or name of the parameter.

@@ -29,8 +29,9 @@ from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.roles import find_roles
 from autoshard.signature import Call, CallOptions, flatten_call, options_for
+from autoshard.source_lines import source_line
 from autoshard.table import SpecTable
-from autoshard.trace import Traced, effects_of, source_line, trace
+from autoshard.trace import Traced, effects_of, trace
 
 Pins = PinMap | Plan | SpecTable | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]

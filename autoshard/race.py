@@ -26,10 +26,10 @@ from autoshard.measure import RunError, ratio_interval
 from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.prepare import Prepared
 from autoshard.progress import Progress
-from autoshard.report import bytes_text, seconds_text
 from autoshard.search.proposer import Proposal
 from autoshard.search.shorten import Shortener
 from autoshard.shared import Shared, adopted
+from autoshard.text import bytes_text, seconds_text
 from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial
 
 log = logging.getLogger("autoshard")

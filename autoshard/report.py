@@ -4,26 +4,21 @@ units here only.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from autoshard.errors import TableError
 from autoshard.evidence import Collective
-from autoshard.table import SpecTable, spec_text
+from autoshard.table import SpecTable, spec_text, trials_of
 from autoshard.table_patterns import Each, fold
-from autoshard.table_reading import shown
+from autoshard.text import bytes_text, render, seconds_text
 from autoshard.throughput import Throughput
 from autoshard.trial import Skipped, Trial
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
 
-WIDTH = 176
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
 _ORDER = {
     "winner": 0,
@@ -33,64 +28,6 @@ _ORDER = {
     "predicted": 4,
     "rejected": 5,
 }
-
-
-def bytes_text(count: float) -> str:
-    """Bytes for people, in binary units.
-
-    >>> bytes_text(1536), bytes_text(32), bytes_text(3 * 2**30)
-    ('1.50 KiB', '32 B', '3.00 GiB')
-    """
-    if abs(count) < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        count /= 1024
-        if abs(count) < 1024 or unit == "TiB":
-            break
-    return f"{count:.2f} {unit}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(4.2e-5)
-    ('12.3 ms', '2.50 s', '42.0 us')
-    """
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
-            return (
-                f"{seconds * factor:.3g} {unit}"
-                if unit == "s" and seconds >= 100
-                else f"{_three(seconds * factor)} {unit}"
-            )
-    raise AssertionError
-
-
-def _three(number: float) -> str:
-    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
-
-
-def render(*parts: object, width: int = WIDTH) -> str:
-    """Plain text of rich renderables."""
-    console = Console(
-        file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False
-    )
-    for part in parts:
-        console.print(part)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return "\n".join(printable(line.rstrip()) for line in file.getvalue().split("\n")).rstrip("\n")
-
-
-def printable(line: str) -> str:
-    """A line without what a terminal would act on: names in tables and programs may be
-    anybody's.
-    """
-    return (
-        line
-        if line.isprintable()
-        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    )
 
 
 def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
@@ -233,21 +170,6 @@ def table_text(table: SpecTable) -> str:
     return render(
         "\n".join(lines), _specs_table(table), *([trials_table(trials)] if trials else [])
     ).rstrip()
-
-
-def trials_of(table: SpecTable) -> list[Trial]:
-    """The candidates in a table's evidence.
-
-    Raises:
-        TableError: If a record is none.
-    """
-    try:
-        return [msgspec.convert(record, Trial) for record in table.evidence.candidates]
-    except msgspec.ValidationError as error:
-        raise TableError(
-            f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from "
-            f"version control."
-        ) from None
 
 
 def _specs_table(table: SpecTable) -> Table:

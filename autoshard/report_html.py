@@ -12,10 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autoshard.report import bytes_text, printable, seconds_text, trials_of
 from autoshard.report_svg import Point, mesh_svg, scatter_svg
-from autoshard.table import Leaf, SpecTable, spec_text
+from autoshard.table import Leaf, SpecTable, spec_text, trials_of
 from autoshard.table_patterns import fold
+from autoshard.text import bytes_text, printable, seconds_text
 from autoshard.trial import Trial
 
 _GROUPS = ("parameters", "optimizer", "data", "other")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as escape_html
 
-from autoshard.report import printable
+from autoshard.text import printable
 
 _MOST_DEVICES = 64
 

@@ -2,12 +2,12 @@
 not grow with depth.
 
 The axes of a program form a graph: two axes are neighbours where one equation loops over both, and
-    the edge carries
-which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of that graph, refined
-by sizes and by the arguments an axis touches, gives equal labels to the heads of layer 1 and of
-layer 7. Two axes that meet in one value never share a role (the hidden axes of a deep MLP alternate
-instead), so a role names one dimension of almost any value; where the *same axis* occurs twice in a
-value (attention scores) that is a conflict, and a rule says which occurrence it takes.
+the edge carries which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of
+that graph, refined by sizes and by the arguments an axis touches, gives equal labels to the heads
+of layer 1 and of layer 7. Two axes that meet in one value never share a role (the hidden axes of a
+deep MLP alternate instead), so a role names one dimension of almost any value; where the *same
+axis* occurs twice in a value (attention scores) that is a conflict, and a rule says which
+occurrence it takes.
 
 Reference: Shervashidze et al. (2011), Weisfeiler-Lehman graph kernels, section 2.
 """
@@ -24,7 +24,7 @@ import networkx as nx
 
 from autoshard.dims import NO_AXIS, LogicalAxes
 from autoshard.program import Eqn, Value
-from autoshard.trace import source_line
+from autoshard.source_lines import source_line
 
 ROUNDS = 2
 _RESERVED = re.compile(r"[\s()@]|->")

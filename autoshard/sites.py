@@ -18,7 +18,7 @@ from pathlib import Path
 from jax.sharding import PartitionSpec
 
 from autoshard.program import Eqn
-from autoshard.trace import frames_of
+from autoshard.source_lines import frames_of
 
 _LIBRARIES = ("site-packages", "dist-packages")
 _PRODUCTS = frozenset({"dot", "matmul", "dot_general"})

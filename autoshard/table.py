@@ -12,20 +12,32 @@ depends on nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from autoshard.errors import TableError
+from autoshard.table_patterns import Each, fold
+from autoshard.table_reading import shown
+from autoshard.trial import Trial
+
+if TYPE_CHECKING:
+    pass
+
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from jax.sharding import PartitionSpec
 
 from autoshard.layout import Spec
 from autoshard.table_migrate import SCHEMA, to_current
-from autoshard.table_patterns import Each, alike, fold, path_key, unfold
-from autoshard.table_reading import convert, object_at, parse, read_text, refusal, shown
+from autoshard.table_patterns import alike, path_key, unfold
+from autoshard.table_reading import convert, object_at, parse, read_text, refusal
 
 T = TypeVar("T")
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -426,3 +438,18 @@ def spec_text(entry: SpecEntry) -> str:
     return (
         f"P({', '.join(repr(tuple(axes) if isinstance(axes, list) else axes) for axes in entry)})"
     )
+
+
+def trials_of(table: SpecTable) -> list[Trial]:
+    """The candidates in a table's evidence.
+
+    Raises:
+        TableError: If a record is none.
+    """
+    try:
+        return [msgspec.convert(record, Trial) for record in table.evidence.candidates]
+    except msgspec.ValidationError as error:
+        raise TableError(
+            f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from "
+            f"version control."
+        ) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,6 +23,7 @@ from autoshard.table import (
     spec_to_entry,
 )
 from autoshard.table_patterns import likenesses
+from autoshard.version import own_version
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -121,11 +121,3 @@ def spec_as_text(spec: Any) -> str:
     """A PartitionSpec as people write it, UNCONSTRAINED included; the same on every jax."""
     free = type(spec).UNCONSTRAINED
     return f"P({', '.join('P.UNCONSTRAINED' if entry is free else repr(entry) for entry in spec)})"
-
-
-def own_version() -> str:
-    """Version of autoshard, `unknown` where it runs from a bare checkout."""
-    try:
-        return version("autoshard")
-    except PackageNotFoundError:
-        return "unknown"

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
 
 from autoshard.errors import TargetError
-from autoshard.meshes import parse_axes
+from autoshard.mesh_text import parse_axes
 from autoshard.target_parts import GPUS, TPUS, gpu_description
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -239,8 +239,8 @@ def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
     """A mesh over hardware that is not here, for `optimize` and `apply`.
 
     Nothing is installed or opened: predicting and partitioning work at once. Compiling, which
-        `optimize` does in
-    processes of its own, needs the compiler: `pip install 'autoshard[tpu]'` or `'autoshard[gpu]'`.
+    `optimize` does in processes of its own, needs the compiler: `pip install 'autoshard[tpu]'` or
+    `'autoshard[gpu]'`.
 
     Args:
         name: `tpu:v5e:16x16`, `tpu:v5e:4x4*2`, `gpu:h100:4x8` (hosts x GPUs), `gpu:PATH:4x8` (a

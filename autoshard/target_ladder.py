@@ -29,8 +29,8 @@ from autoshard.ladder import (
 )
 from autoshard.meshes import MeshInfo
 from autoshard.race import Candidate, Race, one_line, step_s
-from autoshard.report import bytes_text, seconds_text
 from autoshard.search.proposer import Proposals
+from autoshard.text import bytes_text, seconds_text
 from autoshard.trial import CompiledEvidence
 
 Level = Literal["quick", "full"]

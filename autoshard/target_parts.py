@@ -1,20 +1,18 @@
 """What is known of the parts that can be a target: numbers only, each with its source.
 
 TPU: `hbm_bytes` is what the TPU compiler itself says is there ("exceeds available HBM (15.75G)",
-    libtpu 0.0.42.1 and
-0.0.50.1, 2026-11-29). `clock_hz` turns the compiler's estimated cycles into seconds: the peak rate
-of the part over what its matrix units do in a cycle (v4, v5p: 2 cores x 4 units of 128x128; v5e: 4
-of 128x128; v6e: as much as 4 of 256x256; two operations a multiply-add). It agrees with the
-compiler: the estimates of an 8192-cubed bfloat16 product and of a stream over 2 GiB, times this
-clock, are 70 to 93 % of the peak and 71 to 82 % of the memory rate on all four. v4: 1.05 GHz is
-also the clock in Jouppi et al. (2023), table 4.
+libtpu 0.0.42.1 and 0.0.50.1, 2026-11-29). `clock_hz` turns the compiler's estimated cycles into
+seconds: the peak rate of the part over what its matrix units do in a cycle (v4, v5p: 2 cores x 4
+units of 128x128; v5e: 4 of 128x128; v6e: as much as 4 of 256x256; two operations a multiply-add).
+It agrees with the compiler: the estimates of an 8192-cubed bfloat16 product and of a stream over 2
+GiB, times this clock, are 70 to 93 % of the peak and 71 to 82 % of the memory rate on all four. v4:
+1.05 GHz is also the clock in Jouppi et al. (2023), table 4.
 
 GPU: what `cudaGetDeviceProperties` says of the SXM parts: NVIDIA CUDA C++ Programming Guide, table
-    "Technical
-Specifications per Compute Capability" (limits per block and SM), and the architecture papers of
-Ampere (A100), Hopper (H100, H200) and Blackwell (B200) for SMs, clock, level-2 cache and memory
-rate; `memory_bytes` is the capacity that CUDA reports on these parts (79.1, 79.1, 139.8 and 178.4
-GiB), less than what is printed on them.
+"Technical Specifications per Compute Capability" (limits per block and SM), and the architecture
+papers of Ampere (A100), Hopper (H100, H200) and Blackwell (B200) for SMs, clock, level-2 cache and
+memory rate; `memory_bytes` is the capacity that CUDA reports on these parts (79.1, 79.1, 139.8 and
+178.4 GiB), less than what is printed on them.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from autoshard.errors import TraceError
 from autoshard.fingerprint import fingerprint
 from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
 from autoshard.signature import Call, is_static, leaf_paths
+from autoshard.source_lines import source_line
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 ONE_TO_ONE = INLINED | {
@@ -349,30 +350,3 @@ def _ties(
     for body in bodies:
         ties += pairs(Flow.IN, operands, body.inputs) + pairs(Flow.OUT, outputs, body.outputs)
     return tuple(ties), (), ()
-
-
-def frames_of(eqn: Eqn) -> tuple[tuple[str, int, int, int, int], ...]:
-    """File, first line and column, last line and column of each call an equation was made in,
-    innermost first.
-
-    Frames of jax itself are left out; columns are UTF-8 bytes from 0, as in `ast`.
-    """
-    from jax._src import source_info_util
-
-    frames = source_info_util.user_frames(eqn.origin.source_info.traceback)
-    return tuple(
-        (f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in frames
-    )
-
-
-def name_stack_of(eqn: Eqn) -> str:
-    """Name scopes and transformations an equation was made under
-    (`transpose(jvp(loss))/rematted_computation`).
-    """
-    return str(eqn.origin.source_info.name_stack)
-
-
-def source_line(eqn: Eqn) -> str:
-    """`file.py:line` of the user's code an equation came from, "" where jax kept none."""
-    name, line = compat.source_of(eqn.origin)
-    return f"{name.rsplit('/', 1)[-1]}:{line}" if name else ""

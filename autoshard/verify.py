@@ -25,10 +25,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autoshard.dim_rules import PICK, LoopKind
 from autoshard.dims import LogicalAxes
-from autoshard.inputs import Inputs, whole
+from autoshard.inputs import Inputs
 from autoshard.meshes import MeshInfo
 from autoshard.rewrite import as_function, as_reference
 from autoshard.trace import Traced
+from autoshard.transfer import whole
 from autoshard.trial import Verified
 
 FACTOR = 16.0

@@ -57,8 +57,7 @@ def reduce_scatter_s(full_bytes: int, link: Link, group_size: int) -> float:
     """Predicts the seconds of one ring reduce_scatter.
 
     The all_gather run backwards: each of the n devices holds a partial value of full_bytes and ends
-        with full_bytes / n
-    of the sum. The additions are not counted.
+    with full_bytes / n of the sum. The additions are not counted.
 
     Args:
         full_bytes: Bytes of the partial value on one device, >= 0.

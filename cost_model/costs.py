@@ -298,8 +298,7 @@ class Costs:
         """(layout, memory column, bytes) of what the classes hold beside the values themselves.
 
         Columns: results of the classes of works before they are moved; partial sums of the same;
-            those once they are
-        added up, where that is what is stored; then `copy_columns`.
+        those once they are added up, where that is what is stored; then `copy_columns`.
         """
         return self._held.of(rows)
 

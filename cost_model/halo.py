@@ -52,8 +52,7 @@ class Exchange(enum.Enum):
 
     SHARD: every device sends all it holds to another one.
     ASIDE: it is carried out with another dimension split (all_to_all of the operands, then of the
-        result).
-    GATHER: it needs the whole dimension.
+    result). GATHER: it needs the whole dimension.
     """
 
     SHARD = "shard"

@@ -219,9 +219,8 @@ class Predictor:
         it can be.
 
         Certified: overlap hides communication behind compute at most, so the time is never less
-            than that of compute;
-        and no rule list splits a class further than by each mesh axis that divides one of its
-        loops.
+        than that of compute; and no rule list splits a class further than by each mesh axis that
+        divides one of its loops.
         """
         return self._costs.least_compute_s()
 

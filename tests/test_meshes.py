@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autoshard.errors import MeshError
-from autoshard.meshes import parse_axes, resolve_mesh
+from autoshard.mesh_text import parse_axes
+from autoshard.meshes import resolve_mesh
 
 axis_names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
 

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from autoshard.errors import TraceError
 from autoshard.program import Flow
 from autoshard.rewrite import as_function, as_reference, check
-from autoshard.trace import source_line, trace
+from autoshard.source_lines import source_line
+from autoshard.trace import trace
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, call_of, mesh_of, traced
 

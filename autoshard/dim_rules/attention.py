@@ -2,9 +2,8 @@
 partitioning).
 
 Operands: query, key, value, bias, lengths and offsets of queries and of keys, two page tables; the
-    backward pass then
-has the forward pass's statistics, its result and the result's gradient. What is not given has the
-shape (0,).
+backward pass then has the forward pass's statistics, its result and the result's gradient. What is
+not given has the shape (0,).
 """
 
 from __future__ import annotations

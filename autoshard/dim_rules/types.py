@@ -18,14 +18,12 @@ class LoopKind(enum.StrEnum):
     rules).
 
     PASS: the same dimension in all its operands and results; a split costs nothing. A loop that
-        occurs in results only (iota, the new dimensions of a broadcast, random bits) is PASS too:
-        every device can make its own part.
-    REDUCED: occurs in operands only; a split leaves a partial result on each device (all_reduce or
-        reduce_scatter).
-    PERMUTED: can be split at the price of a halo or reshard (slice, pad, concatenate, reverse,
-        spatial convolution). The dimensions of operands and results that it covers are *not* the
-        same logical axis.
-    WHOLE: must be gathered first (the sorted or transformed dimension, the index vector).
+    occurs in results only (iota, the new dimensions of a broadcast, random bits) is PASS too: every
+    device can make its own part. REDUCED: occurs in operands only; a split leaves a partial result
+    on each device (all_reduce or reduce_scatter). PERMUTED: can be split at the price of a halo or
+    reshard (slice, pad, concatenate, reverse, spatial convolution). The dimensions of operands and
+    results that it covers are *not* the same logical axis. WHOLE: must be gathered first (the
+    sorted or transformed dimension, the index vector).
 
     Text, because rules are hashed often, and a plain Enum's hash is computed in Python.
     """

@@ -34,8 +34,8 @@ from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.layout import AxisRule
 from autoshard.meshes import resolve_mesh
 from autoshard.optimize import resolve_hardware
-from autoshard.report import bytes_text, seconds_text
 from autoshard.target_ladder import priced
+from autoshard.text import bytes_text, seconds_text
 from autoshard.trial import CompiledEvidence, Predicted
 from examples.llama_target import factory
 from tests.benchmarks.suite import ATTEMPTS, random_layouts

@@ -2,8 +2,7 @@
 ever executed.
 
 All is float32: the rates of a GPU for it are half of those for bfloat16, and so are the bytes, so
-    compute and
-communication stand to each other as in practice.
+compute and communication stand to each other as in practice.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from train_steps import BATCH, D_FF, D_MODEL, LAYERS, lower, mlp_step
 
 from autoshard.evidence import CollectiveOp, collective_bytes, summarise
 from autoshard.hlo import read_collectives
-from autoshard.partition import Partitioned, PartitionFailure, op_sharding_rule, partition
+from autoshard.op_rules import op_sharding_rule
+from autoshard.partition import Partitioned, PartitionFailure, partition
 
 
 def both(lowered: Any, mesh: Mesh) -> tuple[Partitioned, tuple[CollectiveOp, ...]]:

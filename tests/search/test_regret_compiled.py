@@ -1,10 +1,9 @@
 """The plan that `optimize` finds, against every distinct layout of the space, all of them compiled.
 
 Compiled time is as everywhere: alpha-beta seconds of the compiled collectives, and predicted
-    compute. Each layout is
-compiled with its constraints inside and for arguments only, which the search also tries. Layouts
-under conditions (`refinements`) are beyond the space: a found plan may use them, and then be better
-than all of it.
+compute. Each layout is compiled with its constraints inside and for arguments only, which the
+search also tries. Layouts under conditions (`refinements`) are beyond the space: a found plan may
+use them, and then be better than all of it.
 """
 
 from __future__ import annotations

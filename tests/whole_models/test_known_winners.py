@@ -60,11 +60,10 @@ def test_megatron_pairing(eight: Mesh) -> None:
     heads together.
 
     Serving a short prompt: reading the weights takes the time, so every weight must be split, and
-        gathering any of
-    them would move more than the activations are. Split in pairs, a block needs one all_reduce of
-    its activations after attention and one after the MLP, and nothing else. Each of these waits for
-    what comes before it: nothing overlaps, or else more collectives would pay for splitting the
-    norms between the blocks as well.
+    gathering any of them would move more than the activations are. Split in pairs, a block needs
+    one all_reduce of its activations after attention and one after the MLP, and nothing else. Each
+    of these waits for what comes before it: nothing overlaps, or else more collectives would pay
+    for splitting the norms between the blocks as well.
     """
     d, heads, k, ff, batch, length, layers = 128, 8, 16, 512, 1, 4, 2
 
@@ -144,10 +143,9 @@ def test_vocabulary_parallel_loss(eight: Mesh) -> None:
     per token only.
 
     A wide head and few tokens: replicated, the logits and the head's gradient would cost 8 times
-        the time; split over
-    the batch, the gradient of the head would be summed over all devices. Split over the vocabulary,
-    each token needs a maximum, a sum of exponentials, its own logit, and in the backward pass the
-    sum of the incoming gradient.
+    the time; split over the batch, the gradient of the head would be summed over all devices. Split
+    over the vocabulary, each token needs a maximum, a sum of exponentials, its own logit, and in
+    the backward pass the sum of the incoming gradient.
     """
     tokens, d, vocab = 64, 32, 4096
 

@@ -1,0 +1,76 @@
+"""Arrays from the host or one layout to another layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from autoshard.errors import ArgumentError
+
+
+def whole(leaf: jax.Array) -> np.ndarray:
+    """An array on the host; what other processes have of it is gathered by all of them."""
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        mesh = getattr(leaf.sharding, "mesh", None)
+        if mesh is None:
+            raise ArgumentError(
+                f"an array with {leaf.sharding} spans processes; give it a NamedSharding."
+            )
+        leaf = _moved(leaf, NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
+
+
+def _moved(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+    moved: jax.Array = jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    return moved
+
+
+def _same_devices(a: Sharding, b: Sharding) -> bool:
+    """True if the shardings are over the same devices in the same order, so that one program may
+    take both.
+    """
+    one, two = (getattr(s, "mesh", None) for s in (a, b))
+    return one is not None and two is not None and list(one.devices.flat) == list(two.devices.flat)
+
+
+def _put(host: np.ndarray, aval: Any, sharding: Sharding) -> jax.Array:
+    if aval.dtype == jax.dtypes.float0:
+        return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
+    # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the person's.
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: np.array(host[index], copy=True)
+    )
+
+
+def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+        placed: jax.Array = jax.device_put(keys, sharding)
+        return placed
+    # jax moves no keys to devices of other processes; their data's last dimension is whole.
+    parts = jax.make_array_from_callback(
+        data.shape, sharding, lambda index: np.array(data[index], copy=True)
+    )
+    spread: jax.Array = jax.random.wrap_key_data(parts, impl=impl)
+    return spread
+
+
+def put(leaf: Any, sharding: Sharding) -> jax.Array:
+    """`jax.device_put`, also for what every process has the whole of onto devices of several
+    processes.
+    """
+    if sharding.is_fully_addressable or (
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    ):
+        placed: jax.Array = jax.device_put(leaf, sharding)
+        return placed
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _keys(
+            np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding
+        )
+    host = np.asarray(leaf)
+    return _put(host.astype(jax.dtypes.canonicalize_dtype(host.dtype)), host, sharding)
