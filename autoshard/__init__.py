@@ -6,6 +6,7 @@
 """
 
 from autoshard.apply import apply as apply
+from autoshard.bound_plan import Verification as Verification
 from autoshard.check import check as check
 from autoshard.errors import ArgumentError as ArgumentError
 from autoshard.errors import AutoshardError as AutoshardError
@@ -28,7 +29,6 @@ from autoshard.layout import AxisRule as AxisRule
 from autoshard.optimize import optimize as optimize
 from autoshard.pins import Only as Only
 from autoshard.plan import Plan as Plan
-from autoshard.plan import Verification as Verification
 from autoshard.start import init as init
 from autoshard.table import SpecTable as SpecTable
 from autoshard.target import target as target

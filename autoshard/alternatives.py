@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -232,9 +232,7 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
             f"{what} {alternative.name}: {text}{also}"
             + (" per sample" if alternative.samples != 1 else "")
         )
-    plan.notes = (*plan.notes, *notes, *failures)
-    plan.chosen = name
-    return plan
+    return replace(plan, notes=(*plan.notes, *notes, *failures), chosen=name)
 
 
 def _in_a_study(alternative: Alternative) -> dict[str, Any]:

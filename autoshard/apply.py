@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autoshard.bound_plan import Verification
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
 from autoshard.cost_model.hardware import hardware_for
@@ -21,7 +22,7 @@ from autoshard.errors import (
     SignatureError,
 )
 from autoshard.layout import AxisRule, Layout
-from autoshard.plan import Plan, Verification
+from autoshard.plan import Plan
 from autoshard.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.rederive import rederive
 from autoshard.search.presets import presets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,8 +51,7 @@ def explain(
     }
     if samples_per_step is not None:
         arguments["samples_per_step"] = samples_per_step
-    plan = apply(**arguments)
-    plan.trials = tuple(trials_of(loaded))
+    plan = replace(apply(**arguments), trials=tuple(trials_of(loaded)))
     if patch:
         typer.echo(plan.minimise().patch(), nl=False)
     elif minimal:

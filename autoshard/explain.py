@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from autoshard.bound_plan import BoundPlan
 from autoshard.cost_model.breakdown import Purpose, purposes
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
@@ -27,9 +27,6 @@ from autoshard.source_lines import source_line
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.throughput import Throughput
 from autoshard.trial import Trial
-
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class Explanation:
         return render(*parts).rstrip()
 
 
-def explain(plan: Plan, hardware: Hardware | str | None = None) -> Explanation:
+def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanation:
     """Explains a plan; compiles it if nobody did yet and its devices are here.
 
     Args:
@@ -172,7 +169,7 @@ def _seconds(predictor: Predictor, op: CollectiveOp) -> float:
     return predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
 
 
-def _gradient_bytes(plan: Plan) -> int:
+def _gradient_bytes(plan: BoundPlan) -> int:
     """Bytes of the parameters' gradients on one device, all at once: the last value of each, by the
     data flow.
     """
@@ -198,7 +195,9 @@ def _gradient_bytes(plan: Plan) -> int:
 # Where and why ------------------------------------------------------------------------------------
 
 
-def _by_line(plan: Plan, predictor: Predictor, ops: Sequence[CollectiveOp]) -> tuple[Moved, ...]:
+def _by_line(
+    plan: BoundPlan, predictor: Predictor, ops: Sequence[CollectiveOp]
+) -> tuple[Moved, ...]:
     groups: dict[tuple[str, str, tuple[str, ...]], list[CollectiveOp]] = defaultdict(list)
     for op in ops:
         groups[op.source, op.kind, op.axes].append(op)
@@ -232,7 +231,9 @@ def _rules_by_line(layout: Layout) -> Mapping[str, tuple[AxisRule, ...]]:
     }
 
 
-def _reasons(plan: Plan, predictor: Predictor, winner: Trial | None) -> Iterator[tuple[str, str]]:
+def _reasons(
+    plan: BoundPlan, predictor: Predictor, winner: Trial | None
+) -> Iterator[tuple[str, str]]:
     """For each preset that is not the plan, why: rejected and for what, or slower by which
     collective.
     """
@@ -247,7 +248,7 @@ def _reasons(plan: Plan, predictor: Predictor, winner: Trial | None) -> Iterator
             )
 
 
-def _slower(plan: Plan, predictor: Predictor, trial: Trial, winner: Trial) -> str:
+def _slower(plan: BoundPlan, predictor: Predictor, trial: Trial, winner: Trial) -> str:
     """The reason why a candidate that would work lost."""
     if trial.measured is not None and winner.measured is not None:
         mine, best, word = trial.measured.median_s, winner.measured.median_s, "measured"

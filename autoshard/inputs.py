@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 
 from autoshard.program import Program
 from autoshard.signature import Call
-from autoshard.transfer import _keys, _moved, _put, _same_devices, whole
+from autoshard.transfer import move, put_host, put_keys, same_devices, whole
 
 INDEXING = frozenset({"gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice"})
 DEFAULT_BOUND = 100
@@ -56,23 +56,25 @@ class Inputs:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self._make(number, aval, sharding)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return _keys(whole(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding)
+            return put_keys(
+                whole(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding
+            )
         if (
             isinstance(leaf, jax.Array)
             and not leaf.is_fully_addressable
-            and _same_devices(leaf.sharding, sharding)
+            and same_devices(leaf.sharding, sharding)
         ):
-            return _moved(leaf, sharding)
+            return move(leaf, sharding)
         host = whole(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
         if host.dtype != aval.dtype:
             host = host.astype(aval.dtype)
-        return _put(host, aval, sharding)
+        return put_host(host, aval, sharding)
 
     def _make(self, number: int, aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             key = jax.random.key(number, impl=aval.dtype._impl.name)
             data = np.asarray(jax.random.key_data(key))
-            return _keys(
+            return put_keys(
                 np.broadcast_to(data, (*aval.shape, *data.shape)), aval.dtype._impl.name, sharding
             )
         fill = self._filler(number, aval)

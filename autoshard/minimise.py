@@ -28,8 +28,6 @@ from autoshard.trial import CompiledEvidence
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-    from autoshard.plan import Plan
-
 
 @dataclass(frozen=True, eq=False)
 class MinimalConstraints:
@@ -97,11 +95,6 @@ class MinimalConstraints:
         head = f"{len(self.constraints)} of {self.statements} statements ({self.stated} constraints) are needed; "
         head += f"the compiled collectives are {word}"
         return "\n".join([head, *(f"  {line}" for line in self.lines)])
-
-
-def minimal_constraints(plan: Plan) -> tuple[Statement, ...]:
-    """The constraints that a plan needs inside, in program order; see `Plan.minimise`."""
-    return plan.minimise().constraints
 
 
 def line_text(statement: Statement) -> str:

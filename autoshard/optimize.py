@@ -18,6 +18,7 @@ from autoshard.advice import Advised, advise
 from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.apply import rebinder
 from autoshard.bench import Bench
+from autoshard.bound_plan import Verification
 from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
 from autoshard.compile_cache import CompileCache, default_folder
@@ -35,7 +36,7 @@ from autoshard.ladder import Effort, best_so_far, climb
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
 from autoshard.multihost import LeadersBench, Outcome, follow, identity_of, joined
-from autoshard.plan import Plan, Verification
+from autoshard.plan import Plan
 from autoshard.prepare import Pins, Prepared, make_request, prepare
 from autoshard.progress import Progress
 from autoshard.race import Candidate, Race
@@ -335,7 +336,7 @@ def _planned(bench: Bench, outcome: Outcome) -> Plan:
         notes=outcome.notes,
         advice=outcome.advice,
         compiler_options=bench.compiler_options,
-        compiled=bench.compiled.get(outcome.key),
+        precompiled=bench.compiled.get(outcome.key),
         bound=outcome.bound,
         throughput=outcome.throughput,
         samples_per_step=outcome.throughput.samples_per_step,

@@ -9,14 +9,16 @@ milliseconds.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.table import Table
 
+from autoshard.bound_plan import BoundPlan
 from autoshard.compile import Compiled, build, compile_built
 from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, hardware_for
@@ -36,10 +38,11 @@ from autoshard.pins import PinMap, resolve_pins
 from autoshard.program import Value
 from autoshard.text import bytes_text, render, seconds_text
 
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
-
 MOST_ALTERNATIVES = 64
+
+_tables: weakref.WeakKeyDictionary[BoundPlan, dict[str | None, Leaves]]
+_tables = weakref.WeakKeyDictionary()
+"""Built tables, by plan and hardware; they go with their plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class WhatIf:
         after: Prediction with the pins.
     """
 
-    plan: Plan
+    plan: BoundPlan
     pins: PinMap
     layout: Layout
     before: Prediction
@@ -112,7 +115,7 @@ class LeafExplanation:
         return render(table).rstrip()
 
 
-def what_if(plan: Plan, pins: PinMap, hardware: Hardware | str | None = None) -> WhatIf:
+def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = None) -> WhatIf:
     """Predicts a plan with other pins: its rules stay, the pinned leaves (and what they are carried
     in) change.
 
@@ -138,7 +141,9 @@ def what_if(plan: Plan, pins: PinMap, hardware: Hardware | str | None = None) ->
     return WhatIf(plan, pins, _pinned(plan, specs), before, after)
 
 
-def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) -> LeafExplanation:
+def explain_leaf(
+    plan: BoundPlan, path: str, hardware: Hardware | str | None = None
+) -> LeafExplanation:
     """The spec of an argument leaf, and what every other one would cost; optimizer state of the
     leaf goes with it.
 
@@ -179,7 +184,7 @@ def explain_leaf(plan: Plan, path: str, hardware: Hardware | str | None = None) 
 class Leaves:
     """A plan's predictor in which every argument and output leaf has a column of its own."""
 
-    def __init__(self, plan: Plan, hardware: Hardware | str | None) -> None:
+    def __init__(self, plan: BoundPlan, hardware: Hardware | str | None) -> None:
         """Builds the tables.
 
         Args:
@@ -202,16 +207,17 @@ class Leaves:
         )
 
 
-def _leaves(plan: Plan, hardware: Hardware | str | None) -> Leaves:
+def _leaves(plan: BoundPlan, hardware: Hardware | str | None) -> Leaves:
     """The tables of a plan for a hardware, built once."""
+    by_hardware = _tables.setdefault(plan, {})
     key = hardware.to_json() if isinstance(hardware, Hardware) else hardware
-    if key not in plan.leaves:
-        plan.leaves[key] = Leaves(plan, hardware)
-    return plan.leaves[key]
+    if key not in by_hardware:
+        by_hardware[key] = Leaves(plan, hardware)
+    return by_hardware[key]
 
 
 def predictor_for(
-    plan: Plan, hardware: Hardware | str | None, problem: Problem | None = None
+    plan: BoundPlan, hardware: Hardware | str | None, problem: Problem | None = None
 ) -> Predictor:
     """A predictor of a plan's problem, or of one with other pins; for the mesh's devices where none
     are named.
@@ -227,12 +233,12 @@ def predictor_for(
     )
 
 
-def _pinned(plan: Plan, pins: Mapping[int, Spec]) -> Layout:
+def _pinned(plan: BoundPlan, pins: Mapping[int, Spec]) -> Layout:
     problem = plan.layout.problem
     return replace(plan.layout, problem=replace(problem, pins={**problem.pins, **pins}))
 
 
-def _alike(plan: Plan, value: Value) -> Iterator[Value]:
+def _alike(plan: BoundPlan, value: Value) -> Iterator[Value]:
     """A leaf, the optimizer state of the same shape and axes, and the outputs that they are carried
     in.
     """

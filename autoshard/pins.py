@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import PartitionSpec
@@ -72,6 +72,15 @@ class Only:
 
 
 PinMap = Mapping[str | re.Pattern[str], PartitionSpec | Only]
+
+
+@runtime_checkable
+class HasSpecs(Protocol):
+    """A plan or a spec table, whose specs are pins for a function with leaves of the same paths."""
+
+    @property
+    def specs(self) -> Mapping[str, PartitionSpec]:
+        """PartitionSpec of each argument leaf, by leaf path."""
 
 
 def canonical_spec(

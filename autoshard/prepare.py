@@ -24,16 +24,14 @@ from autoshard.in_place import InPlace, functional
 from autoshard.layout import Problem
 from autoshard.meshes import MeshInfo, resolve_mesh
 from autoshard.metadata import role_names, specs_from_names
-from autoshard.pins import Only, PinMap, resolve_pins, user_constraints
-from autoshard.plan import Plan
+from autoshard.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
 from autoshard.program import Program
 from autoshard.roles import find_roles
 from autoshard.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.source_lines import source_line
-from autoshard.table import SpecTable
 from autoshard.trace import Traced, effects_of, trace
 
-Pins = PinMap | Plan | SpecTable | Literal["metadata"] | None
+Pins = PinMap | HasSpecs | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
 
 LARGE_CONSTANT_BYTES = 2**20
@@ -218,10 +216,10 @@ def _pin_map(pins: Pins, paths: Sequence[str]) -> PinMap:
     """Pins as a mapping; of another plan or table, the leaves that this function has too."""
     if pins is None:
         return {}
-    if isinstance(pins, Plan | SpecTable):
-        specs = pins.specs if isinstance(pins, Plan) else pins.input_specs()
+    if isinstance(pins, HasSpecs):
+        specs = pins.specs
         shared: dict[str | re.Pattern[str], PartitionSpec | Only] = {
-            p: s for p, s in specs.items() if p in set(paths)
+            path: spec for path, spec in specs.items() if path in set(paths)
         }
         if not shared:
             raise PathError(

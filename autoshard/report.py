@@ -5,19 +5,16 @@ units here only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from autoshard.bound_plan import BoundPlan
 from autoshard.evidence import Collective
 from autoshard.table import SpecTable, spec_text, trials_of
 from autoshard.table_patterns import Each, fold
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.throughput import Throughput
 from autoshard.trial import Skipped, Trial
-
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
 
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
 _ORDER = {
@@ -81,7 +78,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     )
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: BoundPlan, table: SpecTable) -> str:
     """The summary that `print(plan)` shows."""
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.axes.items())
     winner = next((t for t in plan.trials if t.status == "winner"), None)
@@ -115,7 +112,7 @@ def plan_text(plan: Plan) -> str:
         )
     lines += [plan.bound] if plan.bound else []
     lines += [f"note: {note}" for note in plan.notes]
-    specs = _specs_table(plan.table)
+    specs = _specs_table(table)
     parts = [specs]
     if plan.trials:
         parts.append(trials_table(plan.trials))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from autoshard.bound_plan import BoundPlan, argument_of
 from autoshard.errors import ArgumentError
 from autoshard.signature import is_static
 
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
 
-
-def init(plan: Plan, init_fn: Callable[..., Any], *args: Any) -> Any:
+def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:
     """What `init_fn(*args)` returns, made shard by shard in the plan's layout; no device ever holds
     the whole.
 
@@ -56,7 +54,7 @@ def _unflatten(made: dict[str, Any], arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(made["tree"], leaves)
 
 
-def _matching(plan: Plan, whole: Any) -> list[int]:
+def _matching(plan: BoundPlan, whole: Any) -> list[int]:
     """Argument leaves of the plan that the leaves of `whole` are: of one argument, or of several in
     a tuple.
     """
@@ -80,7 +78,7 @@ def _matching(plan: Plan, whole: Any) -> list[int]:
     return found
 
 
-def _argument_like(plan: Plan, tree: Any, taken: set[int | str]) -> list[int] | None:
+def _argument_like(plan: BoundPlan, tree: Any, taken: set[int | str]) -> list[int] | None:
     call = plan.traced.call
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_static(leaf)]
     for owner in dict.fromkeys(call.owners):
@@ -91,7 +89,7 @@ def _argument_like(plan: Plan, tree: Any, taken: set[int | str]) -> list[int] | 
             call.avals[i].shape == leaf.shape and call.avals[i].dtype == leaf.dtype
             for i, leaf in zip(numbers, leaves, strict=True)
         )
-        if same and _paths(tree) == _paths(argument(plan, owner, call.avals)):
+        if same and _paths(tree) == _paths(argument_of(plan, owner, call.avals)):
             taken.add(owner)
             return numbers
     return None
@@ -106,44 +104,6 @@ def _paths(tree: Any) -> list[str]:
         for path, leaf in jax.tree.leaves_with_path(tree)
         if not is_static(leaf)
     ]
-
-
-def argument(plan: Plan, owner: int | str, leaves: Sequence[Any]) -> Any:
-    """One argument of the plan's function, built of leaves of all of them."""
-    args, kwargs = plan.traced.call.rebuild(leaves)
-    return args[owner] if isinstance(owner, int) else kwargs[owner]
-
-
-def abstract(plan: Plan, name: int | str) -> Any:
-    """An argument as `jax.ShapeDtypeStruct`s with shardings: what orbax restores into."""
-    owner, _ = owned(plan, name, "abstract")
-    structs = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(plan.traced.call.avals, plan.built.in_shardings, strict=True)
-    ]
-    return argument(plan, owner, structs)
-
-
-def owned(plan: Plan, name: int | str, what: str) -> tuple[int | str, list[int]]:
-    """(owner, leaf numbers) of an argument given by position or name.
-
-    Raises:
-        ArgumentError: If the function has no such argument; `what` was asked for.
-    """
-    paths, owners = plan.traced.program.input_paths, plan.traced.call.owners
-    owner: int | str = name
-    if isinstance(name, str) and name not in owners:
-        named = {
-            path.split("/")[0].split("[")[0].split(".")[0]: o
-            for path, o in zip(paths, owners, strict=True)
-        }
-        owner = named.get(name, name)
-    numbers = [i for i, o in enumerate(owners) if o == owner]
-    if not numbers:
-        raise ArgumentError(
-            f"{what}({name!r}, ...): the function's arguments are {sorted(set(map(str, owners)))}."
-        )
-    return owner, numbers
 
 
 def _summary(tree: Any) -> str:

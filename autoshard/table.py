@@ -298,8 +298,9 @@ class SpecTable(msgspec.Struct, frozen=True):
         """`yes (against ...)` or `no (reason)`."""
         return self.evidence.verified
 
-    def input_specs(self) -> dict[str, PartitionSpec]:
-        """PartitionSpec of each argument leaf."""
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """PartitionSpec of each argument leaf, by leaf path."""
         return {path: spec_from_entry(leaf.spec) for path, leaf in self.inputs.items()}
 
     def output_specs(self) -> dict[str, PartitionSpec]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import msgspec
 
+from autoshard.bound_plan import BoundPlan
 from autoshard.dims import NO_AXIS
 from autoshard.layout import Spec
 from autoshard.program import Program, Value
@@ -25,11 +26,8 @@ from autoshard.table import (
 from autoshard.table_patterns import likenesses
 from autoshard.version import own_version
 
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
 
-
-def table_of(plan: Plan) -> SpecTable:
+def table_of(plan: BoundPlan) -> SpecTable:
     """The plan as data."""
     program, layout = plan.traced.program, plan.layout
     names = [role.name for role in layout.problem.roles.roles]
@@ -68,7 +66,7 @@ def table_of(plan: Plan) -> SpecTable:
     return msgspec.structs.replace(table, evidence=_evidence(plan, table.checksum()))
 
 
-def _inside(plan: Plan) -> list[ConstraintEntry]:
+def _inside(plan: BoundPlan) -> list[ConstraintEntry]:
     """The constraints, equal ones (those of like layers, say) as one entry, by first appearance."""
     counts = Counter(
         (c.source, c.primitive, c.place, tuple(c.shape), spec_as_text(c.spec))
@@ -80,7 +78,7 @@ def _inside(plan: Plan) -> list[ConstraintEntry]:
     ]
 
 
-def _evidence(plan: Plan, checksum: str) -> Evidence:
+def _evidence(plan: BoundPlan, checksum: str) -> Evidence:
     program = plan.traced.program
     return Evidence(
         checksum=checksum,

@@ -20,16 +20,17 @@ def whole(leaf: jax.Array) -> np.ndarray:
             raise ArgumentError(
                 f"an array with {leaf.sharding} spans processes; give it a NamedSharding."
             )
-        leaf = _moved(leaf, NamedSharding(mesh, PartitionSpec()))
+        leaf = move(leaf, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
 
 
-def _moved(leaf: jax.Array, sharding: Sharding) -> jax.Array:
-    moved: jax.Array = jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-    return moved
+def move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+    """A copy with another sharding over the same devices, made by all processes that hold parts."""
+    copy: jax.Array = jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    return copy
 
 
-def _same_devices(a: Sharding, b: Sharding) -> bool:
+def same_devices(a: Sharding, b: Sharding) -> bool:
     """True if the shardings are over the same devices in the same order, so that one program may
     take both.
     """
@@ -37,16 +38,18 @@ def _same_devices(a: Sharding, b: Sharding) -> bool:
     return one is not None and two is not None and list(one.devices.flat) == list(two.devices.flat)
 
 
-def _put(host: np.ndarray, aval: Any, sharding: Sharding) -> jax.Array:
+def put_host(host: np.ndarray, aval: Any, sharding: Sharding) -> jax.Array:
+    """An array of the host, which every process has the whole of, with this sharding."""
     if aval.dtype == jax.dtypes.float0:
         return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
-    # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the person's.
+    # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the user's.
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: np.array(host[index], copy=True)
     )
 
 
-def _keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
+def put_keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
+    """Random keys made of their data on the host, with this sharding."""
     if sharding.is_fully_addressable:
         keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
         placed: jax.Array = jax.device_put(keys, sharding)
@@ -69,8 +72,8 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
         placed: jax.Array = jax.device_put(leaf, sharding)
         return placed
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _keys(
+        return put_keys(
             np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding
         )
     host = np.asarray(leaf)
-    return _put(host.astype(jax.dtypes.canonicalize_dtype(host.dtype)), host, sharding)
+    return put_host(host.astype(jax.dtypes.canonicalize_dtype(host.dtype)), host, sharding)

@@ -138,12 +138,12 @@ def test_a_step_is_a_fixed_point(carry):
     }
     assert inside == outside
     state, batch = plan.place(0, args[0]), plan.place(1, args[1])
-    want, before = args[0], plan.compiled
+    want, before = args[0], plan.precompiled
     for _ in range(3):
         state, _ = plan(state, batch)
         want, _ = jax.jit(momentum_step)(want, args[1])
     assert_same(state, want)
-    assert plan.compiled is before, "it compiles once, in the search"
+    assert plan.compile() is before, "it compiles once, in the search"
 
 
 def test_a_layout_of_one_step_by_hand():

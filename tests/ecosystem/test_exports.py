@@ -299,10 +299,10 @@ def test_odd_names_do_no_harm(table: SpecTable) -> None:
     strange = msgspec.structs.replace(
         table, function='f"""\n', inputs=table.inputs | dict.fromkeys(odd, leaf)
     )
-    assert module(export(strange, "python"))["INPUTS"] == strange.input_specs()
+    assert module(export(strange, "python"))["INPUTS"] == strange.specs
     assert (
         match_partition_rules(module(export(strange, "regex"))["RULES"], strange.inputs)
-        == strange.input_specs()
+        == strange.specs
     )
     assert set(json.loads(export(strange, "logical-axis-rules"))["logical_axes"]) == set(
         strange.inputs
