@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from autoshard.carry import matching_state
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Prediction, Predictor
@@ -35,10 +34,11 @@ from autoshard.errors import AutoshardError
 from autoshard.groups import Group
 from autoshard.layout import Layout, Problem
 from autoshard.prepare import Prepared, prepare
-from autoshard.program import Eqn, Value
 from autoshard.roles import find_roles
 from autoshard.search.proposer import propose
 from autoshard.text import bytes_text, seconds_text
+from autoshard.tracing.carry import matching_state
+from autoshard.tracing.program import Eqn, Value
 
 WORTH = 0.02
 """Share of the time or of the peak memory that a change must save to be mentioned."""

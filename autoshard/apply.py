@@ -11,7 +11,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autoshard.bound_plan import Verification
-from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
@@ -26,10 +25,11 @@ from autoshard.plan import Plan
 from autoshard.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.rederive import rederive
 from autoshard.search.presets import presets
-from autoshard.signature import Call
 from autoshard.table import SpecTable
 from autoshard.target import mesh_on
 from autoshard.throughput import checked_samples
+from autoshard.tracing.carry import Carry
+from autoshard.tracing.signature import Call
 
 
 def apply(

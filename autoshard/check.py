@@ -23,11 +23,11 @@ from autoshard.errors import MeshError, RuleError, SpecError, TableError
 from autoshard.meshes import MeshInfo
 from autoshard.pins import canonical_spec
 from autoshard.prepare import Prepared, make_request, prepare
-from autoshard.program import Value
 from autoshard.rederive import leaf_changes, rederive, unlike
 from autoshard.table import Leaf, SpecTable, spec_from_entry, spec_text
 from autoshard.table_patterns import fold
 from autoshard.tabulate import primitives_of
+from autoshard.tracing.program import Value
 
 Kind = Literal[
     "edited", "mesh", "axis types", "renamed", "optimizer", "added", "removed", "size", "dtype", "rules", "program",

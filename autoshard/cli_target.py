@@ -10,8 +10,8 @@ from typing import Annotated
 import jax
 import typer
 
-from autoshard import compat
 from autoshard.errors import TargetError
+from autoshard.jax_internals import executables
 
 
 def capture_target(
@@ -21,7 +21,7 @@ def capture_target(
     gpu:FILE:HOSTSxGPUS.
     """
     devices = jax.local_devices()
-    description = compat.gpu_target_config(devices)
+    description = executables.gpu_target_config(devices)
     if description is None:
         raise TargetError(
             f"capture-target describes the GPUs of the machine it runs on, but jax sees "

@@ -26,8 +26,8 @@ from autoshard.hlo import read_collectives, read_full_remat_warnings
 from autoshard.hlo_cycles import read_cycles
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
-from autoshard.rewrite import Constraints, as_function, insert_constraints
-from autoshard.trace import Traced
+from autoshard.tracing.rewrite import Constraints, as_function, insert_constraints
+from autoshard.tracing.trace import Traced
 from autoshard.trial import CompiledEvidence
 
 CompilerOptions = Mapping[str, Any]

@@ -12,11 +12,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
-from autoshard import compat
 from autoshard.compile import Built, CompilerOptions, Reading
 from autoshard.compile_cache import CompileCache, Refusal, Stored, program_key
 from autoshard.errors import TargetError
 from autoshard.isolate import Failure, Isolation
+from autoshard.jax_internals import executables
 from autoshard.meshes import MeshInfo
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -124,7 +124,7 @@ class CompilePool:
             stored = self._cache.get(key) if self._cache is not None else None
             if stored is not None and (known := stored.reading or stored.refusal):
                 return known
-            request = compat.compile_request(lowered, job.options)
+            request = executables.compile_request(lowered, job.options)
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}")
         if request is None:

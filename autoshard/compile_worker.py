@@ -21,8 +21,8 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autoshard import compat
 from autoshard.compile import Figures, figures_of
+from autoshard.jax_internals import executables
 from autoshard.partition import Partitioned, PartitionFailure, partition_module
 from autoshard.target import Target
 from autoshard.target_topology import open_devices
@@ -34,7 +34,7 @@ class Request:
     mesh.
     """
 
-    compile: compat.CompileRequest | None = None
+    compile: executables.CompileRequest | None = None
     module: bytes = b""
     mesh_axes: dict[str, int] = field(default_factory=dict)
 
@@ -85,10 +85,10 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
         connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
-def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device]) -> Reply:
+def _compiled(request: executables.CompileRequest, devices: Mapping[int, jax.Device]) -> Reply:
     start = time.perf_counter()
     try:
-        executable = compat.compile_requested(request, devices)
+        executable = executables.compile_requested(request, devices)
         return Reply(
             figures_of(executable, time.perf_counter() - start), executable.as_text() or ""
         )
@@ -98,7 +98,7 @@ def _compiled(request: compat.CompileRequest, devices: Mapping[int, jax.Device])
 
 def _partitioned(request: Request) -> Reply:
     try:
-        with compat.parsed_module(request.module) as module:
+        with executables.parsed_module(request.module) as module:
             found = partition_module(module, request.mesh_axes)
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")

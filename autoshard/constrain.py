@@ -20,10 +20,10 @@ from autoshard.dim_rules import DimRule, LoopKind, attention
 from autoshard.dims import COPIES
 from autoshard.kernels import params_of_piece
 from autoshard.layout import Layout, to_partition_spec
-from autoshard.program import Body, Eqn, Value
-from autoshard.rewrite import Constraints, EqnConstraints, Pieces
 from autoshard.roles import Roles
-from autoshard.source_lines import source_line
+from autoshard.tracing.program import Body, Eqn, Value
+from autoshard.tracing.rewrite import Constraints, EqnConstraints, Pieces
+from autoshard.tracing.source_lines import source_line
 
 ANCHORS = frozenset(
     {

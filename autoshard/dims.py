@@ -25,7 +25,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
-from autoshard.program import Eqn, Flow, Program, Value
+from autoshard.tracing.program import Eqn, Flow, Program, Value
 
 NO_AXIS = -1
 COPIES = frozenset({"concatenate", "pad", "rev", "slice", "split"})

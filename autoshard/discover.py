@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard import compat
 from autoshard.dim_rules import DimRule, LoopKind, known_primitives, rule_of
 from autoshard.dim_rules.loops import Loops, whole_rule
+from autoshard.jax_internals import executables, jaxprs
 from autoshard.kernels import grid_rule
 from autoshard.op_rules import LoweredOps, lowered_ops
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 OPENED = frozenset({"ffi_call", "custom_partitioning"})
 """Primitives that the registry calls opaque, but that may be looked into."""
@@ -131,8 +131,8 @@ def _find(eqn: Eqn) -> tuple[DimRule, str]:
 
 def _lowered(eqn: Eqn) -> jax.stages.Lowered:
     """The equation lowered by itself, for one device."""
-    call = jax.jit(compat.as_call(eqn.origin), keep_unused=True)
-    return call.lower(*compat.operand_values(eqn.origin))
+    call = jax.jit(jaxprs.as_call(eqn.origin), keep_unused=True)
+    return call.lower(*jaxprs.operand_values(eqn.origin))
 
 
 def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
@@ -216,9 +216,9 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
 
 def _may_not_run(eqn: Eqn, lowered: jax.stages.Lowered, ops: LoweredOps) -> str:
     """Why an equation must not be run; empty where it may."""
-    if compat.has_effects(eqn.origin):
+    if jaxprs.has_effects(eqn.origin):
         return "it has a side effect"
-    if compat.calls_python(lowered):
+    if executables.calls_python(lowered):
         return "it calls back into Python"
     params = eqn.params.get("attributes", ()) if eqn.primitive == "ffi_call" else eqn.params
     if _is_foreign(ops) and _holds_integer(params):
@@ -305,7 +305,7 @@ class _Sample:
         self, eqn: Eqn, foreign: bool, operands: Sequence[Shape], results: Sequence[Shape]
     ) -> None:
         rng = np.random.default_rng(0)
-        values = compat.operand_values(eqn.origin)
+        values = jaxprs.operand_values(eqn.origin)
         self._eqn, self._foreign = eqn, foreign
         self._operands = [
             _made(rng, shape, value.dtype) if isinstance(value, jax.ShapeDtypeStruct) else value
@@ -317,7 +317,7 @@ class _Sample:
     def _run(self, operands: Sequence[Any], results: Sequence[Shape]) -> list[np.ndarray]:
         """The results, which must have these shapes."""
         found = [
-            np.asarray(a) for a in jax.jit(compat.as_call(self._eqn.origin, results))(*operands)
+            np.asarray(a) for a in jax.jit(jaxprs.as_call(self._eqn.origin, results))(*operands)
         ]
         if [a.shape for a in found] != list(results):
             raise ValueError(
@@ -362,7 +362,7 @@ class _Sample:
             pieces = self._piece(_Cut(operands, {}), 0)
             try:
                 shapes = [
-                    a.shape for a in jax.eval_shape(compat.as_call(self._eqn.origin), *pieces)
+                    a.shape for a in jax.eval_shape(jaxprs.as_call(self._eqn.origin), *pieces)
                 ]
             except Exception:
                 return None

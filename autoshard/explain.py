@@ -22,10 +22,10 @@ from autoshard.evidence import CollectiveOp
 from autoshard.hlo import read_collectives
 from autoshard.layout import AxisRule, Layout, shard_count
 from autoshard.otherwise import predictor_for, role_of
-from autoshard.program import Value
-from autoshard.source_lines import source_line
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.throughput import Throughput
+from autoshard.tracing.program import Value
+from autoshard.tracing.source_lines import source_line
 from autoshard.trial import Trial
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import NO_AXIS, LogicalAxes
-from autoshard.program import Eqn, Value
+from autoshard.tracing.program import Eqn, Value
 
 ANCHORS = frozenset(
     {"dot_general", "conv_general_dilated", "gather", "ragged_dot", "ragged_dot_general"}

@@ -28,9 +28,10 @@ from typing import Any, TypeVar
 import jax
 import msgspec
 
-from autoshard import compat, target_topology
+from autoshard import target_topology
 from autoshard.compile import Built, CompilerOptions, Reading, evidence_of, read_program
 from autoshard.compile_worker import Reply, Request
+from autoshard.jax_internals import executables
 from autoshard.meshes import MeshInfo
 from autoshard.partition import Partitioned, PartitionFailure
 from autoshard.trial import CompiledEvidence
@@ -127,7 +128,7 @@ class Isolation:
             time_of: Seconds of a step given the program's collectives.
         """
         try:
-            request = compat.compile_request(built.lower(), compiler_options)
+            request = executables.compile_request(built.lower(), compiler_options)
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}")
         if request is None:
@@ -135,7 +136,7 @@ class Isolation:
         found = self.read(request)
         return evidence_of(found, self.mesh, time_of) if isinstance(found, Reading) else found
 
-    def read(self, request: compat.CompileRequest) -> Reading | Failure | InProcess:
+    def read(self, request: executables.CompileRequest) -> Reading | Failure | InProcess:
         """What the compiled program says, or why there is none."""
         worker = self._ready_worker(request.device_ids)
         if worker is None:
@@ -156,7 +157,7 @@ class Isolation:
         worker = self._ready_worker(())
         if worker is None:
             return InProcess(self._unavailable)
-        request = Request(module=compat.module_bytes(lowered), mesh_axes=dict(self.mesh.axes))
+        request = Request(module=executables.module_bytes(lowered), mesh_axes=dict(self.mesh.axes))
         reply = self._reply(worker, request)
         if isinstance(reply, Failure):
             return reply

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from autoshard import compat
 from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.dim_rules.loops import Loops, whole_rule
-from autoshard.program import Eqn
+from autoshard.jax_internals import jaxprs
+from autoshard.tracing.program import Eqn
 
 MOST_STEPS = 2**18
 """An index map that needs more steps to be evaluated is not looked at."""
@@ -88,7 +88,7 @@ def grid_loops(eqn: Eqn) -> tuple[GridLoop, ...]:
 def _grid_loops(eqn: Eqn) -> Iterator[GridLoop]:
     params, mapping = eqn.params, eqn.params["grid_mapping"]
     if (
-        compat.has_effects(eqn.origin)
+        jaxprs.has_effects(eqn.origin)
         or params.get("mesh") is not None
         or mapping.local_grid_env is not None
     ):
@@ -136,7 +136,7 @@ def _asked(jaxpr: Any) -> Iterator[int]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("program_id", "num_programs"):
             yield int(eqn.params["axis"])
-        for inner in compat.jaxprs_in(eqn.params):
+        for inner in jaxprs.jaxprs_in(eqn.params):
             yield from _asked(inner)
 
 
@@ -176,7 +176,7 @@ class _BlockMap:
         self._shape = tuple(block.array_aval.shape)
         self._index_map = block.index_map_jaxpr
         self._sizes = [_block_size(dim) for dim in block.block_shape]
-        self._reads = _dependences(compat.open_jaxpr(self._index_map), len(grid))
+        self._reads = _dependences(jaxprs.open_jaxpr(self._index_map), len(grid))
         self._seen: dict[int, np.ndarray | None] = {}
 
     def moved_dim(self, axis: int, pieces: int) -> int | None:
@@ -223,7 +223,7 @@ class _BlockMap:
         points = np.indices(ranges).reshape(len(reads), -1)
         steps = np.zeros((len(self._grid), points.shape[1]), np.int32)
         steps[list(reads)] = points
-        return compat.evaluate_result(self._index_map, steps, dim).reshape(ranges)
+        return jaxprs.evaluate_result(self._index_map, steps, dim).reshape(ranges)
 
 
 def _block_size(dim: Any) -> int | None:
@@ -248,7 +248,7 @@ def _dependences(jaxpr: Any, grid_axes: int) -> list[frozenset[int]]:
 
     def of(atoms: Sequence[Any]) -> frozenset[int]:
         return frozenset(
-            itertools.chain.from_iterable(on.get(a, ()) for a in atoms if not compat.is_literal(a))
+            itertools.chain.from_iterable(on.get(a, ()) for a in atoms if not jaxprs.is_literal(a))
         )
 
     for eqn in jaxpr.eqns:

@@ -26,8 +26,8 @@ from autoshard.dim_rules import LoopKind
 from autoshard.dims import NO_AXIS
 from autoshard.errors import RuleError
 from autoshard.groups import Groups
-from autoshard.program import Eqn, Program, Value
 from autoshard.roles import Roles
+from autoshard.tracing.program import Eqn, Program, Value
 
 Spec = tuple[tuple[str, ...], ...]
 """Canonical spec of a value: for each dimension the mesh axes it is split over, major first; full

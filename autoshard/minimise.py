@@ -19,10 +19,10 @@ from autoshard.constrain import constraints_for
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
 from autoshard.partition import Partitioned, partition
-from autoshard.rewrite import Constraints
 from autoshard.sites import Site, constraint_text, patch
 from autoshard.statements import Statement, as_constraints, statements_for
-from autoshard.trace import Traced
+from autoshard.tracing.rewrite import Constraints
+from autoshard.tracing.trace import Traced
 from autoshard.trial import CompiledEvidence
 
 if TYPE_CHECKING:

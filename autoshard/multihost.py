@@ -24,17 +24,18 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from autoshard import compat, errors
+from autoshard import errors
 from autoshard.agreement import Agreement, Ended
 from autoshard.bench import Bench, Compared
 from autoshard.compile import Built, Compiled
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
 from autoshard.interrupt import Interrupts
+from autoshard.jax_internals import coordination
 from autoshard.layout import AxisRule, Layout
 from autoshard.meshes import MeshInfo
 from autoshard.prepare import Prepared
-from autoshard.signature import Call
 from autoshard.throughput import Throughput
+from autoshard.tracing.signature import Call
 from autoshard.transfer import whole
 from autoshard.trial import Measured, Skipped, Trial
 
@@ -100,7 +101,7 @@ def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[A
             f"Call optimize in "
             f"those processes, or give it a mesh over all devices."
         )
-    store = compat.coordination()
+    store = coordination.coordination()
     if store is None:
         raise MeshError(
             f"the mesh has devices of processes {list(members)}, which jax.distributed.initialize "

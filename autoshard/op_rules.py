@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.mlir import ir
 
-from autoshard.partition import _run
-from autoshard.partition_mlir import (
-    functions,
-    rank,
-)
+from autoshard.jax_internals.mlir import callee, functions, parse_module, rank, run_passes, walk
 
 _RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
@@ -50,23 +45,14 @@ def op_sharding_rule(lowered: jax.stages.Lowered | str) -> tuple[OpRule, ...]:
     Args:
         lowered: A lowered program, or the text of a StableHLO module.
     """
-    module: Any
-    if isinstance(lowered, str):
-        empty: Any = (
-            jax.jit(lambda: None).lower().compiler_ir("stablehlo")
-        )  # its context has all dialects
-        with empty.context:
-            module = ir.Module.parse(lowered)
-    else:
-        module = lowered.compiler_ir("stablehlo")
+    module = parse_module(lowered) if isinstance(lowered, str) else lowered.compiler_ir("stablehlo")
     rules: list[OpRule] = []
 
-    def visit(op: Any) -> Any:
+    def visit(op: Any) -> None:
         if "sdy.sharding_rule" in op.attributes:
             rules.append(_parse_rule(op.name, str(op.attributes["sdy.sharding_rule"])))
-        return ir.WalkResult.ADVANCE
 
-    _run(module, _RULES_PIPELINE).walk(visit)
+    walk(run_passes(module, _RULES_PIPELINE), visit)
     return tuple(rules)
 
 
@@ -109,7 +95,7 @@ class LoweredOps:
 
 def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
     """The operations of a lowered program, each with the compiler's own dimension rule."""
-    operation = _run(lowered.compiler_ir("stablehlo"), _RULES_PIPELINE)
+    operation = run_passes(lowered.compiler_ir("stablehlo"), _RULES_PIPELINE)
     by_name = functions(operation)
     ranks: list[int] = []
     ops: list[LoweredOp] = []
@@ -125,8 +111,7 @@ def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
         for op in body:
             operands = tuple(numbers[value] for value in op.operands)
             if op.name == "func.call":
-                callee = by_name[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
-                results = enter(callee, operands)
+                results = enter(by_name[callee(op)], operands)
             else:
                 results = tuple(number(value) for value in op.results)
                 stated = "sdy.sharding_rule" in op.attributes

@@ -19,7 +19,6 @@ from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over
 from autoshard.apply import rebinder
 from autoshard.bench import Bench
 from autoshard.bound_plan import Verification
-from autoshard.carry import Carry
 from autoshard.compile import CompilerOptions
 from autoshard.compile_cache import CompileCache, default_folder
 from autoshard.compile_pool import CompilePool
@@ -47,6 +46,7 @@ from autoshard.target_ladder import climb_target
 from autoshard.target_topology import require_compiler
 from autoshard.text import parse_bytes
 from autoshard.throughput import Throughput, checked_samples
+from autoshard.tracing.carry import Carry
 from autoshard.version import own_version
 
 

@@ -35,8 +35,8 @@ from autoshard.layout import (
     to_partition_spec,
 )
 from autoshard.pins import PinMap, resolve_pins
-from autoshard.program import Value
 from autoshard.text import bytes_text, render, seconds_text
+from autoshard.tracing.program import Value
 
 MOST_ALTERNATIVES = 64
 

@@ -6,14 +6,10 @@ for any mesh size and on any backend. It is not an exact count of the compiled p
 (**partitioned**, not **compiled**): XLA fuses, merges and moves collectives afterwards, and its CPU
 compiler writes a reduce_scatter as an all_reduce of twice the bytes. So that equal moves are not
 counted twice, a move of the same value to the same sharding counts once per loop body.
-
-With `partition_mlir`, its readers, this is the only user of MLIR's Python bindings
-(`jax.extend.mlir`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,18 +18,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.mlir import ir, passmanager
 
 from autoshard.device_groups import MeshCoordinates
 from autoshard.evidence import Collective, CollectiveOp, collective_bytes, ring_bytes, summarise
-from autoshard.partition_mlir import (
+from autoshard.jax_internals.mlir import (
     DimSharding,
+    PassError,
     axis_names,
+    callee,
+    dense_integers,
     dim_shardings,
     functions,
     local_bytes,
     location,
     rank,
+    run_passes,
     signature,
     stated_sharding,
     trip_count,
@@ -107,7 +106,7 @@ def partition(
 def partition_module(module: Any, mesh_axes: Mapping[str, int]) -> Partitioned | PartitionFailure:
     """`partition` of the module of a lowered program."""
     try:
-        operation = _run(module, _PIPELINE)
+        operation = run_passes(module, _PIPELINE)
         by_name = functions(operation)
         main = by_name["main"]
         reader = _Reader(mesh_axes, by_name)
@@ -119,27 +118,10 @@ def partition_module(module: Any, mesh_axes: Mapping[str, int]) -> Partitioned |
             arg_shardings=signature(main, "arg_attrs", "inputs"),
             result_shardings=signature(main, "res_attrs", "results"),
         )
-    except (ir.MLIRError, ValueError, KeyError, RuntimeError) as error:
+    except (PassError, ValueError, KeyError, RuntimeError) as error:
         diagnostics = getattr(error, "error_diagnostics", ())
         text = "; ".join(diagnostic.message for diagnostic in diagnostics) or str(error)
         return PartitionFailure(f"Shardy's passes: {type(error).__name__}: {text}")
-
-
-def _run(module: Any, pipeline: str) -> Any:
-    """Runs passes on a copy; diagnostics go into the exception, not to the terminal."""
-    with module.context as context, _silenced(context):
-        operation = module.operation.clone()
-        passmanager.PassManager.parse(pipeline).run(operation)
-        return operation
-
-
-@contextlib.contextmanager
-def _silenced(context: Any) -> Iterator[None]:
-    handler = context.attach_diagnostic_handler(lambda diagnostic: True)
-    try:
-        yield
-    finally:
-        handler.detach()
 
 
 class _Reader:
@@ -162,8 +144,8 @@ class _Reader:
             elif name == "sdy.named_computation":
                 yield from self._inlined(op, op.regions[0].blocks[0], seen)
             elif name == "func.call":
-                callee = self._functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
-                yield from self._inlined(op, callee.regions[0].blocks[0], {})
+                called = self._functions[callee(op)]
+                yield from self._inlined(op, called.regions[0].blocks[0], {})
             elif name == "sdy.manual_computation":
                 yield from self.body(op.regions[0].blocks[0], {})
             elif name == "stablehlo.while":
@@ -240,13 +222,14 @@ class _Reader:
 
     def _span(self, op: Any) -> tuple[tuple[str, ...], int]:
         if op.name == "stablehlo.collective_permute":
-            pairs = np.array(ir.DenseIntElementsAttr(op.attributes["source_target_pairs"])).tolist()
-            moved = self._mesh.moved_along([(a, b) for a, b in pairs])
+            pairs = dense_integers(op.attributes["source_target_pairs"])
+            assert pairs is not None
+            moved = self._mesh.moved_along([(a, b) for a, b in pairs.tolist()])
             return moved, math.prod(self._mesh.sizes[axis] for axis in moved)
         groups = op.attributes["replica_groups"]
-        if isinstance(groups, ir.DenseIntElementsAttr):
-            numbers = np.array(ir.DenseIntElementsAttr(groups), dtype=np.int64)
-            return self._mesh.spanned(numbers), numbers.shape[1]
+        numbers = dense_integers(groups)
+        if numbers is not None:
+            return self._mesh.spanned(numbers.astype(np.int64)), numbers.shape[1]
         names, size = [], 1
         for name, rest in _STABLEHLO_AXIS.findall(str(groups)):
             part = re.search(r"\bsize = (\d+)", rest)

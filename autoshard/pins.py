@@ -17,10 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.compat import user_spec
 from autoshard.errors import PathError, SpecError
+from autoshard.jax_internals.constraint_eqns import user_spec
 from autoshard.layout import Barred, Problem, Spec
-from autoshard.program import Program, Value
+from autoshard.tracing.program import Program, Value
 
 
 class Only:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.layout import AxisRule, BoundRule, Fit, Layout, Problem, Spec, bind, first_fit
-from autoshard.program import Eqn, Value
+from autoshard.tracing.program import Eqn, Value
 
 ABSENT = -1
 OPEN = -2

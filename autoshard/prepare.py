@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from autoshard.carry import Carry, matching_state, resolve_carry
 from autoshard.constrain import unstated_roles
 from autoshard.dim_rules import LoopKind
 from autoshard.dim_rules.special import KERNELS
@@ -20,16 +19,17 @@ from autoshard.dims import LogicalAxes, logical_axes
 from autoshard.discover import RuleFinder
 from autoshard.errors import ArgumentError, PathError
 from autoshard.groups import find_groups
-from autoshard.in_place import InPlace, functional
 from autoshard.layout import Problem
 from autoshard.meshes import MeshInfo, resolve_mesh
-from autoshard.metadata import role_names, specs_from_names
 from autoshard.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
-from autoshard.program import Program
 from autoshard.roles import find_roles
-from autoshard.signature import Call, CallOptions, flatten_call, options_for
-from autoshard.source_lines import source_line
-from autoshard.trace import Traced, effects_of, trace
+from autoshard.tracing.carry import Carry, matching_state, resolve_carry
+from autoshard.tracing.flax_metadata import role_names, specs_from_names
+from autoshard.tracing.functionalize import InPlace, functional
+from autoshard.tracing.program import Program
+from autoshard.tracing.signature import Call, CallOptions, flatten_call, options_for
+from autoshard.tracing.source_lines import source_line
+from autoshard.tracing.trace import Traced, effects_of, trace
 
 Pins = PinMap | HasSpecs | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]

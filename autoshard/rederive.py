@@ -21,8 +21,8 @@ from autoshard.errors import SpecError, TableError
 from autoshard.layout import AxisRule, Layout, Problem, Spec
 from autoshard.pins import canonical_spec
 from autoshard.prepare import Prepared
-from autoshard.program import Value
 from autoshard.table import Leaf, SpecTable, spec_from_entry
+from autoshard.tracing.program import Value
 
 _NUMBER = re.compile(r"\d+")
 

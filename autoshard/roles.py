@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import networkx as nx
 
 from autoshard.dims import NO_AXIS, LogicalAxes
-from autoshard.program import Eqn, Value
-from autoshard.source_lines import source_line
+from autoshard.tracing.program import Eqn, Value
+from autoshard.tracing.source_lines import source_line
 
 ROUNDS = 2
 _RESERVED = re.compile(r"[\s()@]|->")

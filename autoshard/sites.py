@@ -17,8 +17,8 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
-from autoshard.program import Eqn
-from autoshard.source_lines import frames_of
+from autoshard.tracing.program import Eqn
+from autoshard.tracing.source_lines import frames_of
 
 _LIBRARIES = ("site-packages", "dist-packages")
 _PRODUCTS = frozenset({"dot", "matmul", "dot_general"})

@@ -9,7 +9,7 @@ import jax
 
 from autoshard.bound_plan import BoundPlan, argument_of
 from autoshard.errors import ArgumentError
-from autoshard.signature import is_static
+from autoshard.tracing.signature import is_static
 
 
 def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 
 from autoshard.constrain import ANCHORS
 from autoshard.dims import LogicalAxes
-from autoshard.program import Body, Eqn, Value
-from autoshard.rewrite import Constraints, EqnConstraints
 from autoshard.sites import Expression, Site, expression_at, operand_expression, sites_of
-from autoshard.source_lines import name_stack_of, source_line
+from autoshard.tracing.program import Body, Eqn, Value
+from autoshard.tracing.rewrite import Constraints, EqnConstraints
+from autoshard.tracing.source_lines import name_stack_of, source_line
 
 Entries = tuple[object, ...]
 """One entry per dimension, trailing Nones included."""

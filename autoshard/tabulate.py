@@ -13,7 +13,6 @@ import msgspec
 from autoshard.bound_plan import BoundPlan
 from autoshard.dims import NO_AXIS
 from autoshard.layout import Spec
-from autoshard.program import Program, Value
 from autoshard.table import (
     ConstraintEntry,
     Evidence,
@@ -24,6 +23,7 @@ from autoshard.table import (
     spec_to_entry,
 )
 from autoshard.table_patterns import likenesses
+from autoshard.tracing.program import Program, Value
 from autoshard.version import own_version
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autoshard import compat
 from autoshard.compile import Reading, build, evidence_of
 from autoshard.compile_cache import Refusal
 from autoshard.compile_pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Predictor
+from autoshard.jax_internals import executables
 from autoshard.ladder import (
     Effort,
     all_rejected,
@@ -119,7 +119,7 @@ class _Climb:
     def _compile_here(self, candidates: Sequence[Candidate], level: Level) -> None:
         race, mesh = self.race, self.race.prepared.request.mesh
         options = dict(race.compiler_options or {}) | (
-            compat.quick_compile_options() if level == "quick" else {}
+            executables.quick_compile_options() if level == "quick" else {}
         )
         jobs: list[Job] = []
         owners: list[Candidate] = []

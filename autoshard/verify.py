@@ -27,8 +27,8 @@ from autoshard.dim_rules import PICK, LoopKind
 from autoshard.dims import LogicalAxes
 from autoshard.inputs import Inputs
 from autoshard.meshes import MeshInfo
-from autoshard.rewrite import as_function, as_reference
-from autoshard.trace import Traced
+from autoshard.tracing.rewrite import as_function, as_reference
+from autoshard.tracing.trace import Traced
 from autoshard.transfer import whole
 from autoshard.trial import Verified
 

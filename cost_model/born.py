@@ -23,7 +23,7 @@ from autoshard.constrain import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leave
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
-from autoshard.program import Eqn, Value
+from autoshard.tracing.program import Eqn, Value
 
 Array = NDArray[np.int64]
 Placed = NDArray[np.int8]

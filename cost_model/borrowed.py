@@ -24,7 +24,7 @@ from autoshard.constrain import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.dim_rules import LoopKind
 from autoshard.layout import Problem
 from autoshard.placements import Placements
-from autoshard.program import Eqn, Flow, Value
+from autoshard.tracing.program import Eqn, Flow, Value
 
 STATED = ANCHORS | CUT_KERNELS | SHIFTS
 _CARRIES_ON = (LoopKind.PASS, LoopKind.PERMUTED)

@@ -19,7 +19,7 @@ from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.predict import Predictor
 from autoshard.groups import Group
 from autoshard.layout import Layout, Problem
-from autoshard.program import Value
+from autoshard.tracing.program import Value
 
 
 class Purpose(enum.Enum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from autoshard.dim_rules import DimRule
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 FUSED = frozenset(
     {

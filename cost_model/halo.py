@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.dim_rules.loops import ints
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.schedule import Buffer, Schedule, schedules
-from autoshard.program import Body, Eqn, Flow, Program, Value
+from autoshard.tracing.program import Body, Eqn, Flow, Program, Value
 
 END = 1 << 60
 LOOPS = frozenset({"scan", "while"})

@@ -12,7 +12,7 @@ from autoshard.cost_model.classes import Operand
 from autoshard.cost_model.moves import Array
 from autoshard.dim_rules import DimRule
 from autoshard.placements import Placements
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 class Reads:

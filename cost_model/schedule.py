@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
-from autoshard.program import Body, Eqn, Flow, Value
+from autoshard.tracing.program import Body, Eqn, Flow, Value
 
 Buffer = tuple[Value, tuple[int, ...]]
 """A value in memory, and in which order its dimensions lie there, major first: () for the order of

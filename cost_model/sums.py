@@ -20,7 +20,7 @@ from autoshard.cost_model.classes import Classes
 from autoshard.cost_model.memory import END, MemoryTable
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import LogicalAxes
-from autoshard.program import Body
+from autoshard.tracing.program import Body
 
 
 @dataclass(frozen=True, eq=False, slots=True)

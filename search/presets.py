@@ -18,7 +18,7 @@ from autoshard.dim_rules import LoopKind
 from autoshard.dims import NO_AXIS
 from autoshard.groups import Group
 from autoshard.layout import OPTIMIZER, AxisRule, Problem
-from autoshard.program import Value
+from autoshard.tracing.program import Value
 from autoshard.trial import Skipped
 
 ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")

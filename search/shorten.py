@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.constrain import ANCHORS, CUT_KERNELS
 from autoshard.layout import AxisRule, Layout
 from autoshard.placements import Placements
-from autoshard.program import Value
+from autoshard.tracing.program import Value
 
 
 class Shortener:

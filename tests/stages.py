@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh
 from autoshard.dims import NO_AXIS, LogicalAxes, logical_axes
 from autoshard.layout import AxisRule, Layout
 from autoshard.prepare import Prepared, make_request, prepare
-from autoshard.signature import Call, flatten_call, options_for
-from autoshard.trace import Traced, trace
+from autoshard.tracing.signature import Call, flatten_call, options_for
+from autoshard.tracing.trace import Traced, trace
 
 QUICKLY = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 """Compiler options where machine code is not what is read: collectives and memory stay the same."""

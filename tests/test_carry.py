@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.carry import matching_state, resolve_carry
 from autoshard.errors import ArgumentError
+from autoshard.tracing.carry import matching_state, resolve_carry
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, traced
 

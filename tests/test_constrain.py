@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.constrain import ANCHORS, constraints_for, placed
 from autoshard.prepare import Prepared
-from autoshard.rewrite import Constraints, EqnConstraints, as_function, check, insert_constraints
+from autoshard.tracing.rewrite import (
+    Constraints,
+    EqnConstraints,
+    as_function,
+    check,
+    insert_constraints,
+)
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared
 

@@ -19,9 +19,9 @@ from autoshard import Effort, discover, optimize
 from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.dims import logical_axes
 from autoshard.discover import RuleFinder
-from autoshard.program import Program
-from autoshard.signature import flatten_call, options_for
-from autoshard.trace import trace
+from autoshard.tracing.program import Program
+from autoshard.tracing.signature import flatten_call, options_for
+from autoshard.tracing.trace import trace
 
 PASS, REDUCED, PERMUTED, WHOLE = LoopKind.PASS, LoopKind.REDUCED, LoopKind.PERMUTED, LoopKind.WHOLE
 

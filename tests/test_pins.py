@@ -20,7 +20,7 @@ import autoshard
 from autoshard.errors import ArgumentError, PathError, SpecError
 from autoshard.layout import AxisRule, Layout
 from autoshard.pins import Only, canonical_spec
-from autoshard.program import Value
+from autoshard.tracing.program import Value
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import ArgumentError, SignatureError
-from autoshard.signature import Call, leaf_paths, options_for
+from autoshard.tracing.signature import Call, leaf_paths, options_for
 from tests.stages import array, call_of
 
 X = np.ones((4, 2), np.float32)

@@ -18,10 +18,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import TraceError
-from autoshard.program import Flow
-from autoshard.rewrite import as_function, as_reference, check
-from autoshard.source_lines import source_line
-from autoshard.trace import trace
+from autoshard.jax_internals.jaxprs import check
+from autoshard.tracing.program import Flow
+from autoshard.tracing.rewrite import as_function, as_reference
+from autoshard.tracing.source_lines import source_line
+from autoshard.tracing.trace import trace
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, call_of, mesh_of, traced
 

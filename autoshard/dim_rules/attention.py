@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule, whole_rule
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 _BIAS, _LENGTHS, _PACKED, _STATISTICS = 3, (4, 5), (6, 7, 8, 9), 10
 _HEADS_FIRST = 1

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule, ints
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule, Shape
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 def elementwise(eqn: Eqn) -> DimRule:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Place, Rule, ints
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 def gather(eqn: Eqn) -> DimRule:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 def _batched(eqn: Eqn, core_rank: int) -> Loops:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.dim_rules.loops import Loops, Rule, ints
 from autoshard.dim_rules.types import PICK, DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 _COMBINE = {
     "reduce_sum": "add",

@@ -23,7 +23,7 @@ from autoshard.dim_rules import (
 )
 from autoshard.dim_rules.loops import Rule, whole_rule
 from autoshard.dim_rules.types import DimRule
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 class Coverage(enum.Enum):

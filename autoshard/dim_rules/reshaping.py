@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule, Shape, ints
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 Group = tuple[list[int], list[int]]
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from autoshard.dim_rules.loops import Loops, Rule, ints
 from autoshard.dim_rules.types import DimRule, LoopKind
 from autoshard.dim_rules.windows import tiles_exactly
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 def transpose(eqn: Eqn) -> DimRule:

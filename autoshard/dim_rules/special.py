@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Rule
 from autoshard.dim_rules.types import DimRule
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 def bitcast_convert_type(eqn: Eqn) -> DimRule:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from autoshard.dim_rules.loops import Loops, Place, Rule, ints
 from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.program import Eqn
+from autoshard.tracing.program import Eqn
 
 
 def tiles_exactly(

@@ -25,7 +25,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.carry import matching_state
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.dims import logical_axes
@@ -34,8 +33,9 @@ from autoshard.layout import AxisRule, Problem
 from autoshard.roles import find_roles
 from autoshard.search.proposer import propose
 from autoshard.search.space import make_space
-from autoshard.signature import flatten_call, options_for
-from autoshard.trace import trace
+from autoshard.tracing.carry import matching_state
+from autoshard.tracing.signature import flatten_call, options_for
+from autoshard.tracing.trace import trace
 from tests.benchmarks.llama import Sizes, train_step
 
 MESH = {"data": 16, "model": 16}

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from autoshard.dim_rules import PICK, DimRule, LoopKind
-from autoshard.program import Eqn, Value
+from autoshard.tracing.program import Eqn, Value
 from tests.stages import QUICKLY
 
 Array = Any

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from autoshard.dim_rules import Coverage, LoopKind, known_primitives, rule_of
-from autoshard.program import Eqn, Value
+from autoshard.tracing.program import Eqn, Value
 
 NAMES = """
 import jax.experimental.pallas, jax.export, jax.extend.core.primitives, jax.nn, jax.numpy, jax.scipy

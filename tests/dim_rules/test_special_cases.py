@@ -10,7 +10,7 @@ import pytest
 from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
 from autoshard.dim_rules.reshaping import groups_of_equal_size
 from autoshard.dim_rules.windows import tiles_exactly
-from autoshard.program import Eqn, Value
+from autoshard.tracing.program import Eqn, Value
 
 PASS, REDUCED, PERMUTED, WHOLE = LoopKind.PASS, LoopKind.REDUCED, LoopKind.PERMUTED, LoopKind.WHOLE
 Shape = tuple[int, ...]

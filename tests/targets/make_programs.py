@@ -13,9 +13,10 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autoshard import compat, isolate
+from autoshard import isolate
 from autoshard.compile_worker import Reply
 from autoshard.isolate import Failure, Isolation
+from autoshard.jax_internals import executables
 from tests.targets.steps import plan
 
 FOLDER = Path(__file__).parent / "programs"
@@ -43,7 +44,7 @@ def main() -> None:
     for name, (target, mesh, preset) in PROGRAMS.items():
         made = plan(target, mesh, preset)
         with Isolation(made.mesh) as isolation:
-            request = compat.compile_request(made.built.lower(), None)
+            request = executables.compile_request(made.built.lower(), None)
             assert request is not None
             worker = isolation._ready_worker(request.device_ids)
             assert worker is not None

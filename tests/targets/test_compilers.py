@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from autoshard import Effort, NoFeasiblePlanError, compat, optimize
+from autoshard import Effort, NoFeasiblePlanError, optimize
 from autoshard.compile import Reading
 from autoshard.compile_cache import CompileCache, Refusal
 from autoshard.compile_pool import CompilePool, Job, Outcome
+from autoshard.jax_internals import executables
 from tests.targets.steps import args, plan, step
 
 pytestmark = pytest.mark.targets
@@ -42,7 +43,7 @@ def compiled(name: str, mesh: str, jobs: list[dict[str, Any]], **more: Any) -> l
 @pytest.mark.parametrize("name", ["tpu:v5e:2x4", "tpu:v6e:2x4", "tpu:v5p:2x2x2", "tpu:v4:2x2x2"])
 def test_quick_memory_is_close_to_full_memory(name: str) -> None:
     full, quick = compiled(
-        name, "data=8", [{}, compat.quick_compile_options()], scale=2, batch=8 * 4096
+        name, "data=8", [{}, executables.quick_compile_options()], scale=2, batch=8 * 4096
     )
     assert isinstance(full, Reading)
     assert isinstance(quick, Reading)

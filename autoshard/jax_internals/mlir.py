@@ -1,5 +1,4 @@
-"""Small readers of MLIR operations, types and attributes for `partition`: bytes, shardings,
-locations, trip counts.
+"""MLIR modules: passes run on them, and small readers of their operations, types and attributes.
 
 MLIR's Python objects are untyped here (`Any`): their classes differ between jaxlib releases, their
 methods do not.
@@ -7,14 +6,16 @@ methods do not.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
+import jax
 import numpy as np
-from jax.extend.mlir import ir
+from jax.extend.mlir import ir, passmanager
 
 DimSharding = tuple[str, ...]
 """Mesh axes of one dimension, major first; a sub-axis as `model:(1)2`."""
@@ -23,6 +24,61 @@ _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PLACE = re.compile(r'"([^"]+)":(\d+):\d+')
 _NAME_STACK = re.compile(r'loc\("([^"]+)"\(')
+
+
+PassError = ir.MLIRError
+"""What a pass raises."""
+
+
+def run_passes(module: Any, pipeline: str) -> Any:
+    """Runs passes on a copy; diagnostics go into the exception, not to the terminal.
+
+    Raises:
+        PassError: If a pass fails.
+    """
+    with module.context as context, _silenced(context):
+        operation = module.operation.clone()
+        passmanager.PassManager.parse(pipeline).run(operation)
+        return operation
+
+
+@contextlib.contextmanager
+def _silenced(context: Any) -> Iterator[None]:
+    handler = context.attach_diagnostic_handler(lambda diagnostic: True)
+    try:
+        yield
+    finally:
+        handler.detach()
+
+
+def parse_module(text: str) -> Any:
+    """The module of a StableHLO text, in a context that knows all dialects of jax."""
+    module: Any = jax.jit(lambda: None).lower().compiler_ir("stablehlo")
+    with module.context:
+        return ir.Module.parse(text)
+
+
+def walk(operation: Any, visit: Callable[[Any], None]) -> None:
+    """Calls `visit` with every operation below, innermost first."""
+
+    def advance(op: Any) -> Any:
+        visit(op)
+        return ir.WalkResult.ADVANCE
+
+    operation.walk(advance)
+
+
+def callee(call: Any) -> str:
+    """The name of the function that a `func.call` calls."""
+    name: str = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+    return name
+
+
+def dense_integers(attribute: Any) -> np.ndarray | None:
+    """The numbers of a dense attribute of integers; None for another attribute."""
+    if not isinstance(attribute, ir.DenseIntElementsAttr):
+        return None
+    return np.array(ir.DenseIntElementsAttr(attribute))
 
 
 def axis_names(text: str) -> list[str]:
@@ -126,11 +182,8 @@ def _integer(value: Any) -> int | None:
         "sdy.constant",
     ):
         return None
-    attribute = value.owner.attributes["value"]
-    if not isinstance(attribute, ir.DenseIntElementsAttr):
-        return None
-    numbers = np.array(ir.DenseIntElementsAttr(attribute))
-    return int(numbers) if numbers.ndim == 0 else None
+    numbers = dense_integers(value.owner.attributes["value"])
+    return int(numbers) if numbers is not None and numbers.ndim == 0 else None
 
 
 def _state_index(value: Any, block: Any) -> int | None:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard import compat
+from autoshard.jax_internals import jaxprs
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -44,20 +44,20 @@ def fingerprint(jaxpr: Any) -> str:
     numbers: dict[Any, int] = {}
 
     def atom(var: Any) -> str:
-        if compat.is_literal(var):
+        if jaxprs.is_literal(var):
             return f"{var.val!r}:{var.aval.str_short()}"
         return f"{numbers.setdefault(var, len(numbers))}:{var.aval.str_short()}"
 
     def feed(jaxpr: Any) -> None:
-        jaxpr = compat.open_jaxpr(jaxpr)
+        jaxpr = jaxprs.open_jaxpr(jaxpr)
         digest.update(" ".join(map(atom, (*jaxpr.invars, *jaxpr.constvars))).encode())
         for eqn in jaxpr.eqns:
             digest.update(f"\n{eqn.primitive.name} {' '.join(map(atom, eqn.invars))}>".encode())
-            digest.update(" ".join(atom(v) for v in eqn.outvars if not compat.is_drop(v)).encode())
+            digest.update(" ".join(atom(v) for v in eqn.outvars if not jaxprs.is_drop(v)).encode())
             for key, value in sorted(eqn.params.items()):
-                if compat.is_jaxpr(value):
+                if jaxprs.is_jaxpr(value):
                     feed(value)
-                elif type(value) is tuple and value and all(map(compat.is_jaxpr, value)):
+                elif type(value) is tuple and value and all(map(jaxprs.is_jaxpr, value)):
                     for item in value:
                         feed(item)
                 else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard import compat
-from autoshard.program import Eqn
+from autoshard.jax_internals import jaxprs
+from autoshard.tracing.program import Eqn
 
 
 def frames_of(eqn: Eqn) -> tuple[tuple[str, int, int, int, int], ...]:
@@ -12,12 +12,7 @@ def frames_of(eqn: Eqn) -> tuple[tuple[str, int, int, int, int], ...]:
 
     Frames of jax itself are left out; columns are UTF-8 bytes from 0, as in `ast`.
     """
-    from jax._src import source_info_util
-
-    frames = source_info_util.user_frames(eqn.origin.source_info.traceback)
-    return tuple(
-        (f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in frames
-    )
+    return jaxprs.frames_of(eqn.origin)
 
 
 def name_stack_of(eqn: Eqn) -> str:
@@ -29,5 +24,5 @@ def name_stack_of(eqn: Eqn) -> str:
 
 def source_line(eqn: Eqn) -> str:
     """`file.py:line` of the user's code an equation came from, "" where jax kept none."""
-    name, line = compat.source_of(eqn.origin)
+    name, line = jaxprs.source_of(eqn.origin)
     return f"{name.rsplit('/', 1)[-1]}:{line}" if name else ""

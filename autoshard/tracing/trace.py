@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from autoshard import compat
 from autoshard.errors import TraceError
-from autoshard.fingerprint import fingerprint
-from autoshard.program import Body, Eqn, Flow, Program, Tie, Value
-from autoshard.signature import Call, is_static, leaf_paths
-from autoshard.source_lines import source_line
+from autoshard.jax_internals import jaxprs
+from autoshard.tracing.fingerprint import fingerprint
+from autoshard.tracing.program import Body, Eqn, Flow, Program, Tie, Value
+from autoshard.tracing.signature import Call, is_static, leaf_paths
+from autoshard.tracing.source_lines import source_line
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 ONE_TO_ONE = INLINED | {
@@ -112,15 +111,15 @@ def trace(
             f"jax.jit({name}) "
             f"fails as well): {type(error).__name__}: {str(error).strip()}"
         ) from error
-    if any(compat.is_ref(const) for const in compat.consts_of(closed)):
+    if any(jaxprs.is_ref(const) for const in jaxprs.consts_of(closed)):
         raise TraceError(
             f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: "
             f"its state cannot be "
             "sharded. Pass its value as an argument, make the mutable array inside, and return the "
             "new value."
         )
-    pure = compat.plain(closed)
-    jaxpr = core.ClosedJaxpr(_distinct(pure, keep_user_constraints), compat.consts_of(pure))
+    pure = jaxprs.plain(closed)
+    jaxpr = jaxprs.close_jaxpr(_distinct(pure, keep_user_constraints), jaxprs.consts_of(pure))
     program = _Builder(name, call, leaf_paths(out_paths)).build(jaxpr)
     if mesh is not None and mesh.size > 1:
         _refuse_ordered_effects(program)
@@ -138,7 +137,7 @@ def effects_of(program: Program) -> tuple[Eqn, ...]:
 
 def _refuse_ordered_effects(program: Program) -> None:
     for eqn in program.eqns:
-        if not eqn.bodies and compat.one_device_only(eqn.origin):
+        if not eqn.bodies and jaxprs.one_device_only(eqn.origin):
             where = source_line(eqn)
             raise TraceError(
                 f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an "
@@ -156,8 +155,8 @@ def _plain_jit(eqn: Any) -> bool:
         return False
     jaxpr = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return not compat.consts_of(jaxpr) and all(
-        s is None or compat.is_unspecified(s) for s in shardings
+    return not jaxprs.consts_of(jaxpr) and all(
+        s is None or jaxprs.is_unspecified(s) for s in shardings
     )
 
 
@@ -165,46 +164,46 @@ def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
     """The open jaxpr with plain jit calls inlined and every variable of every body its own."""
 
     def copy(jaxpr: Any) -> Any:
-        jaxpr = compat.open_jaxpr(jaxpr)
+        jaxpr = jaxprs.open_jaxpr(jaxpr)
         env: dict[Any, Any] = {}
 
         def rename(var: Any) -> Any:
-            env[var] = new = compat.new_var(var.aval)
+            env[var] = new = jaxprs.new_var(var.aval)
             return new
 
         invars = [rename(v) for v in jaxpr.invars]
         constvars = [rename(v) for v in jaxpr.constvars]
         eqns: list[Any] = []
         run(jaxpr, env, eqns, None)
-        outvars = [v if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        outvars = [v if jaxprs.is_literal(v) else env[v] for v in jaxpr.outvars]
         eqns = _live(eqns, outvars)
         return jaxpr.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
 
     def run(jaxpr: Any, env: dict[Any, Any], eqns: list[Any], call: Any) -> None:
         def read(atom: Any) -> Any:
-            return atom if compat.is_literal(atom) else env[atom]
+            return atom if jaxprs.is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
-            placed = eqn if call is None else compat.nest_name_stack(eqn, call)
+            placed = eqn if call is None else jaxprs.nest_name_stack(eqn, call)
             if eqn.primitive.name == "sharding_constraint" and not keep_user_constraints:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
                 continue
             if _plain_jit(eqn):
-                inner = compat.open_jaxpr(eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr"))
+                inner = jaxprs.open_jaxpr(eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr"))
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
                 run(inner, inner_env, eqns, placed)
                 for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
                     env[outer_var] = (
-                        inner_var if compat.is_literal(inner_var) else inner_env[inner_var]
+                        inner_var if jaxprs.is_literal(inner_var) else inner_env[inner_var]
                     )
                 continue
-            params = compat.map_jaxprs(eqn.params, lambda _, j: compat.replace_jaxpr(j, copy(j)))
+            params = jaxprs.map_jaxprs(eqn.params, lambda _, j: jaxprs.replace_jaxpr(j, copy(j)))
             outvars = []
             for var in eqn.outvars:
-                if compat.is_drop(var):
+                if jaxprs.is_drop(var):
                     outvars.append(var)
                 else:
-                    env[var] = compat.new_var(var.aval)
+                    env[var] = jaxprs.new_var(var.aval)
                     outvars.append(env[var])
             eqns.append(
                 placed.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, params=params)
@@ -217,12 +216,12 @@ def _live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     """The equations that an output needs or that have an effect; XLA drops the others, so they must
     not count.
     """
-    needed = {v for v in outvars if not compat.is_literal(v)}
+    needed = {v for v in outvars if not jaxprs.is_literal(v)}
     kept = []
     for eqn in reversed(eqns):
         if eqn.effects or any(v in needed for v in eqn.outvars):
             kept.append(eqn)
-            needed.update(v for v in eqn.invars if not compat.is_literal(v))
+            needed.update(v for v in eqn.invars if not jaxprs.is_literal(v))
     return kept[::-1]
 
 
@@ -236,7 +235,7 @@ class _Builder:
         self._by_var: dict[Any, Value] = {}
 
     def build(self, closed: Any) -> Program:
-        body = self._body("jaxpr", compat.open_jaxpr(closed), 1)
+        body = self._body("jaxpr", jaxprs.open_jaxpr(closed), 1)
         return Program(
             name=self._name,
             body=body,
@@ -245,12 +244,12 @@ class _Builder:
             input_paths=self._call.paths,
             output_paths=self._output_paths,
             input_argnums=self._call.owners,
-            fingerprint=fingerprint(compat.open_jaxpr(closed)),
+            fingerprint=fingerprint(jaxprs.open_jaxpr(closed)),
             origin=closed,
         )
 
     def _value(self, atom: Any, new: bool = False) -> Value:
-        literal = compat.is_literal(atom)
+        literal = jaxprs.is_literal(atom)
         if not (literal or new) and atom in self._by_var:
             return self._by_var[atom]
         aval = atom.aval
@@ -258,11 +257,11 @@ class _Builder:
             len(self._values),
             tuple(getattr(aval, "shape", ())),
             str(getattr(aval, "dtype", "token")),
-            compat.itemsize_of(aval),
+            jaxprs.itemsize_of(aval),
             literal,
         )
         self._values.append(value)
-        if not literal and not compat.is_drop(atom):
+        if not literal and not jaxprs.is_drop(atom):
             self._by_var[atom] = value
         return value
 
@@ -277,7 +276,7 @@ class _Builder:
         self._eqns.append(None)  # type: ignore[arg-type]  # outer equations come first in `Program.eqns`
         inputs = tuple(self._value(a) for a in eqn.invars)
         bodies = tuple(self._bodies(eqn))
-        outputs = tuple(self._value(v, compat.is_drop(v)) for v in eqn.outvars)
+        outputs = tuple(self._value(v, jaxprs.is_drop(v)) for v in eqn.outvars)
         ties, scanned, carries = _ties(eqn, inputs, outputs, bodies)
         built = Eqn(
             index,
@@ -298,15 +297,15 @@ class _Builder:
         name, params = eqn.primitive.name, eqn.params
         if name in ONE_TO_ONE:
             key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
-            yield self._body(key, compat.open_jaxpr(params[key]), 1)
+            yield self._body(key, jaxprs.open_jaxpr(params[key]), 1)
         elif name == "scan":
-            yield self._body("jaxpr", compat.open_jaxpr(params["jaxpr"]), int(params["length"]))
+            yield self._body("jaxpr", jaxprs.open_jaxpr(params["jaxpr"]), int(params["length"]))
         elif name == "while":
-            yield self._body("cond_jaxpr", compat.open_jaxpr(params["cond_jaxpr"]), None)
-            yield self._body("body_jaxpr", compat.open_jaxpr(params["body_jaxpr"]), None)
+            yield self._body("cond_jaxpr", jaxprs.open_jaxpr(params["cond_jaxpr"]), None)
+            yield self._body("body_jaxpr", jaxprs.open_jaxpr(params["body_jaxpr"]), None)
         elif name == "cond":
             for i, branch in enumerate(params["branches"]):
-                yield self._body(f"branches[{i}]", compat.open_jaxpr(branch), 1)
+                yield self._body(f"branches[{i}]", jaxprs.open_jaxpr(branch), 1)
 
 
 _Ties = tuple[tuple[Tie, ...], tuple[Value, ...], tuple[tuple[Value, Value], ...]]
@@ -326,7 +325,7 @@ def _ties(
         return [Tie(o, i, flow, offset) for o, i in zip(outer, inner, strict=True)]
 
     if name == "scan":
-        consts, carry = compat.scan_counts(eqn.params)
+        consts, carry = jaxprs.scan_counts(eqn.params)
         (body,) = bodies
         start = consts + carry
         ties = pairs(Flow.IN, inputs[:start], body.inputs[:start])

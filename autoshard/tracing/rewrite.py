@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from autoshard import compat
-from autoshard.program import Body, Program
-from autoshard.trace import HOST_EFFECTS
+from autoshard.jax_internals import constraint_eqns, jaxprs
+from autoshard.tracing.program import Body, Program
+from autoshard.tracing.trace import HOST_EFFECTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
     Returns:
         A closed jaxpr; `as_function` makes a callable of it.
     """
-    make, in_pieces = compat.ConstraintMaker(mesh), compat.ShardMapMaker(mesh)
+    make, in_pieces = constraint_eqns.ConstraintMaker(mesh), constraint_eqns.ShardMapMaker(mesh)
 
     def rewrite(jaxpr: Any, body: Body, owner: tuple[int, int] | None) -> Any:
         eqns: list[Any] = []
@@ -107,9 +106,9 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
             def inner(name: str, old: Any, bodies: dict[str, Any] = bodies) -> Any:
                 if name not in bodies:
                     return old
-                return compat.replace_jaxpr(old, rewrite(compat.open_jaxpr(old), *bodies[name]))
+                return jaxprs.replace_jaxpr(old, rewrite(jaxprs.open_jaxpr(old), *bodies[name]))
 
-            params = compat.map_jaxprs(eqn.params, inner) if bodies else eqn.params
+            params = jaxprs.map_jaxprs(eqn.params, inner) if bodies else eqn.params
             wanted = constraints.eqns.get(built.index)
             if wanted is None:
                 eqns.append(eqn.replace(params=params) if bodies else eqn)
@@ -122,16 +121,16 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
                         source,
                         first,
                     ) not in kept:  # once for all that read it, so that they share what moves
-                        kept[source, first] = compat.new_var(source.aval)
+                        kept[source, first] = jaxprs.new_var(source.aval)
                         eqns.append(make(source, kept[source, first], first, eqn))
                     source = kept[source, first]
-                invars[position] = compat.new_var(source.aval)
+                invars[position] = jaxprs.new_var(source.aval)
                 eqns.append(make(source, invars[position], spec, eqn))
             for position, specs in sorted(wanted.results.items()):
                 stored = outvars[position]
-                outvars[position] = raw = compat.new_var(stored.aval)
+                outvars[position] = raw = jaxprs.new_var(stored.aval)
                 for step, spec in enumerate(specs):
-                    target = stored if step == len(specs) - 1 else compat.new_var(stored.aval)
+                    target = stored if step == len(specs) - 1 else jaxprs.new_var(stored.aval)
                     after.append(make(raw, target, spec, eqn))
                     raw = target
             made = eqn.replace(params=params, invars=invars, outvars=outvars)
@@ -145,12 +144,12 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
         if owner is not None and last is not None:
             for position, spec in sorted(constraints.outputs.get(owner, {}).items()):
                 source = outvars[position]
-                outvars[position] = compat.new_var(source.aval)
+                outvars[position] = jaxprs.new_var(source.aval)
                 eqns.append(make(source, outvars[position], spec, last))
         return jaxpr.replace(eqns=eqns, outvars=outvars)
 
     closed = program.origin
-    return core.ClosedJaxpr(rewrite(compat.open_jaxpr(closed), program.body, None), closed.consts)
+    return jaxprs.close_jaxpr(rewrite(jaxprs.open_jaxpr(closed), program.body, None), closed.consts)
 
 
 def as_reference(closed: Any) -> Any:
@@ -162,34 +161,29 @@ def as_reference(closed: Any) -> Any:
         same: dict[Any, Any] = {}
 
         def read(atom: Any) -> Any:
-            return atom if compat.is_literal(atom) else same.get(atom, atom)
+            return atom if jaxprs.is_literal(atom) else same.get(atom, atom)
 
         kept = []
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in HOST_EFFECTS and all(map(compat.is_drop, eqn.outvars)):
+            if eqn.primitive.name in HOST_EFFECTS and all(map(jaxprs.is_drop, eqn.outvars)):
                 continue
             if eqn.primitive.name == "sharding_constraint":
                 same[eqn.outvars[0]] = read(eqn.invars[0])
                 continue
-            params = compat.map_jaxprs(
-                eqn.params, lambda _, j: compat.replace_jaxpr(j, strip(compat.open_jaxpr(j)))
+            params = jaxprs.map_jaxprs(
+                eqn.params, lambda _, j: jaxprs.replace_jaxpr(j, strip(jaxprs.open_jaxpr(j)))
             )
             kept.append(eqn.replace(invars=[read(atom) for atom in eqn.invars], params=params))
         return jaxpr.replace(eqns=kept, outvars=[read(atom) for atom in jaxpr.outvars])
 
-    return core.ClosedJaxpr(strip(compat.open_jaxpr(closed)), compat.consts_of(closed))
-
-
-def check(closed: Any) -> None:
-    """Type-checks a jaxpr with jax's own checker (used by tests after every transformation)."""
-    core.check_jaxpr(compat.open_jaxpr(closed))
+    return jaxprs.close_jaxpr(strip(jaxprs.open_jaxpr(closed)), jaxprs.consts_of(closed))
 
 
 def as_function(closed: Any, name: str) -> Callable[..., list[Any]]:
     """A function of flat leaves that evaluates the jaxpr; it carries `name` so that profiles show
     it.
     """
-    flat = core.jaxpr_as_fun(closed)
+    flat = jaxprs.as_flat_function(closed)
 
     def call(*leaves: Any) -> list[Any]:
         return list(flat(*leaves))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.signature import Call
+from autoshard.tracing.signature import Call
 
 Names = tuple[str | tuple[str, ...] | None, ...]
 

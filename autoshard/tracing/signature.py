@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from autoshard import compat
 from autoshard.errors import ArgumentError, SignatureError
+from autoshard.jax_internals import jaxprs
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def options_for(
 
     A function that is jitted already brings its own where none are given here.
     """
-    own = compat.jit_options(fn)
+    own = jaxprs.jit_options(fn)
     if static_argnums is None and static_argnames is None:
         static_argnums, static_argnames = own.get("static_argnums"), own.get("static_argnames")
     if donate_argnums is None and donate_argnames is None:
@@ -175,7 +175,7 @@ def options_for(
 def is_static(leaf: object) -> bool:
     """True for a leaf that is no array for jax."""
     try:
-        compat.abstractify(leaf)
+        jaxprs.abstractify(leaf)
     except TypeError:
         return True
     return False
@@ -189,7 +189,7 @@ def _refused(leaf: object, where: str) -> bool:
         static = is_static(leaf)
     except ValueError as error:  # masked arrays; jax.jit says the same
         raise ArgumentError(f"{where}: {error}") from None
-    if compat.is_ref(leaf):
+    if jaxprs.is_ref(leaf):
         raise ArgumentError(
             f"{where} is a mutable array (jax.new_ref), which a plan cannot lay out. Pass "
             f"{where}[...] and return its "
@@ -274,7 +274,7 @@ def flatten_call(
         array_positions.append(number)
     return Call(
         leaves=tuple(leaves),
-        avals=tuple(compat.abstractify(leaf) for leaf in leaves),
+        avals=tuple(jaxprs.abstractify(leaf) for leaf in leaves),
         treedef=treedef,
         statics=tuple(statics),
         array_positions=tuple(array_positions),

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from autoshard.errors import ArgumentError
-from autoshard.signature import Call
-from autoshard.trace import Traced
+from autoshard.tracing.signature import Call
+from autoshard.tracing.trace import Traced
 
 Carry = Mapping[int | str, int | str] | Sequence[tuple[int | str, int | str]] | None
 
