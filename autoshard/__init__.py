@@ -8,6 +8,7 @@
 from autoshard.apply import apply as apply
 from autoshard.bound_plan import Verification as Verification
 from autoshard.check import check as check
+from autoshard.devices.target import target as target
 from autoshard.errors import ArgumentError as ArgumentError
 from autoshard.errors import AutoshardError as AutoshardError
 from autoshard.errors import ExtraError as ExtraError
@@ -24,6 +25,7 @@ from autoshard.errors import StudyError as StudyError
 from autoshard.errors import TableError as TableError
 from autoshard.errors import TargetError as TargetError
 from autoshard.errors import TraceError as TraceError
+from autoshard.evidence.candidate import Trial as Trial
 from autoshard.ladder import Effort as Effort
 from autoshard.layout import AxisRule as AxisRule
 from autoshard.optimize import optimize as optimize
@@ -31,5 +33,3 @@ from autoshard.pins import Only as Only
 from autoshard.plan import Plan as Plan
 from autoshard.start import init as init
 from autoshard.table import SpecTable as SpecTable
-from autoshard.target import target as target
-from autoshard.trial import Trial as Trial

@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, SearchFailedError
+from autoshard.evidence.candidate import Predicted, Trial
+from autoshard.evidence.throughput import checked_samples
 from autoshard.ladder import Effort
 from autoshard.plan import Plan
 from autoshard.text import bytes_text, seconds_text
-from autoshard.throughput import checked_samples
-from autoshard.trial import Predicted, Trial
 
 AXIS_NAMES = ("data", "model"), ("data", "fsdp", "model")
 CLOSE = 1.25

@@ -14,20 +14,20 @@ from autoshard.bound_plan import Verification
 from autoshard.compile import CompilerOptions
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
+from autoshard.devices.target import mesh_on
 from autoshard.errors import (
     ArgumentError,
     PathError,
     RuleError,
     SignatureError,
 )
+from autoshard.evidence.throughput import checked_samples
 from autoshard.layout import AxisRule, Layout
 from autoshard.plan import Plan
 from autoshard.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.rederive import rederive
 from autoshard.search.presets import presets
 from autoshard.table import SpecTable
-from autoshard.target import mesh_on
-from autoshard.throughput import checked_samples
 from autoshard.tracing.carry import Carry
 from autoshard.tracing.signature import Call
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.agreement import ALONE, Peers
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.evidence.candidate import Measured, Verified
 from autoshard.inputs import Inputs, inputs_for
 from autoshard.layout import Layout
 from autoshard.measure import measure
 from autoshard.prepare import Prepared
+from autoshard.processes.process_group import ALONE, Peers
 from autoshard.shrink import shrink
-from autoshard.trial import Measured, Verified
 from autoshard.verify import Reference, Trusted, reference_of, unsharded
 
 

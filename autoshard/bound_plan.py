@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.constrain import PlacedConstraint, constraints_for, placed
 from autoshard.errors import ArgumentError, PathError, TargetError
+from autoshard.evidence.candidate import Skipped, Trial
+from autoshard.evidence.throughput import Throughput
 from autoshard.layout import AxisRule, Layout, to_partition_spec
 from autoshard.meshes import MeshInfo
-from autoshard.throughput import Throughput
 from autoshard.tracing.functionalize import InPlace
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.tracing.trace import Traced
 from autoshard.transfer import put
-from autoshard.trial import Skipped, Trial
 
 log = logging.getLogger("autoshard")
 

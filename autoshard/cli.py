@@ -19,10 +19,10 @@ import jax
 import typer
 
 from autoshard import cli_doctor, cli_explain, cli_hardware, cli_jobs, cli_table, cli_target
-from autoshard.agreement import LOST
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
 from autoshard.job import read_job
 from autoshard.plan import Plan
+from autoshard.processes.process_group import LOST
 from autoshard.report import table_text
 from autoshard.table import SpecTable
 from autoshard.text import printable

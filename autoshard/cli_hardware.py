@@ -17,10 +17,10 @@ from autoshard.cost_model.breakdown import Purpose, breakdown
 from autoshard.cost_model.calibrate import ROUNDS, Calibration
 from autoshard.cost_model.calibrate import calibrate as measure_devices
 from autoshard.cost_model.hardware import hardware_for
+from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import ArgumentError, HardwareError
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.layout import Layout
-from autoshard.mesh_text import parse_axes
 from autoshard.meshes import resolve_mesh
 from autoshard.plan import Plan
 from autoshard.text import bytes_text

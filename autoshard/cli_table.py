@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.check import check as check_table
+from autoshard.devices.mesh_text import parse_axes
 from autoshard.diff import diff_text
 from autoshard.export import FORMS
 from autoshard.export import export as export_table
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.mesh_text import parse_axes
 from autoshard.report_html import report_html
 from autoshard.table import SpecTable
 

@@ -22,7 +22,7 @@ import jax
 import msgspec
 
 from autoshard.compile import Reading
-from autoshard.target import Target
+from autoshard.devices.target import Target
 
 FORMAT = 2
 """Of the files, and of how a program's text is read: raise it where `hlo` reads another number from

@@ -22,10 +22,10 @@ import jax
 import msgspec
 
 from autoshard.compile import Figures, figures_of
+from autoshard.devices.target import Target
+from autoshard.devices.topology import open_devices
 from autoshard.jax_internals import executables
 from autoshard.partition import Partitioned, PartitionFailure, partition_module
-from autoshard.target import Target
-from autoshard.target_topology import open_devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Each class also inherits the builtin that a caller would expect to catch (`ValueError`,
 `LookupError`, ...). A *candidate* that fails is never an exception: it is a rejection with a reason
-(see `autoshard.trial`).
+(see `autoshard.evidence.candidate`).
 """
 
 from __future__ import annotations

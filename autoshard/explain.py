@@ -18,15 +18,15 @@ from autoshard.cost_model.breakdown import Purpose, purposes
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
 from autoshard.cost_model.refit import summary_s
-from autoshard.evidence import CollectiveOp
+from autoshard.evidence.candidate import Trial
+from autoshard.evidence.collectives import CollectiveOp
+from autoshard.evidence.throughput import Throughput
 from autoshard.hlo import read_collectives
 from autoshard.layout import AxisRule, Layout, shard_count
 from autoshard.otherwise import predictor_for, role_of
 from autoshard.text import bytes_text, render, seconds_text
-from autoshard.throughput import Throughput
 from autoshard.tracing.program import Value
 from autoshard.tracing.source_lines import source_line
-from autoshard.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.device_groups import MeshCoordinates, parse_groups
-from autoshard.evidence import CollectiveOp, collective_bytes, ring_bytes
+from autoshard.evidence.collectives import CollectiveOp, collective_bytes, ring_bytes
+from autoshard.evidence.replica_groups import MeshCoordinates, parse_groups
 from autoshard.hlo_text import (
     Computation,
     HloProgram,

@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 import jax
 import msgspec
 
-from autoshard import target_topology
 from autoshard.compile import Built, CompilerOptions, Reading, evidence_of, read_program
 from autoshard.compile_worker import Reply, Request
+from autoshard.devices import topology
+from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
 from autoshard.meshes import MeshInfo
 from autoshard.partition import Partitioned, PartitionFailure
-from autoshard.trial import CompiledEvidence
 
 COMMAND = (sys.executable, "-P", "-m", "autoshard.compile_worker")
 
@@ -316,7 +316,7 @@ def _environment(mesh: MeshInfo) -> dict[str, str]:
         "false"  # this process holds the memory of the accelerators
     )
     if mesh.target is not None:
-        return environment | target_topology.environment(mesh.target)
+        return environment | topology.environment(mesh.target)
     environment["JAX_PLATFORMS"] = getattr(jax.config, "jax_platforms", None) or ""
     if mesh.platform == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from autoshard.agreement import ALONE, Peers
 from autoshard.compile import Compiled
+from autoshard.evidence.candidate import Measured
 from autoshard.inputs import Inputs
-from autoshard.trial import Measured
+from autoshard.processes.process_group import ALONE, Peers
 
 WARM_UP = 2
 MIN_ROUNDS = 7

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import MeshError
 from autoshard.layout import Spec, to_partition_spec
-from autoshard.mesh_text import parse_axes
 
 if TYPE_CHECKING:
-    from autoshard.target import Target
+    from autoshard.devices.target import Target
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.compile import Compiled, CompilerOptions, build, compile_built
 from autoshard.constrain import constraints_for
+from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout import Layout
 from autoshard.meshes import MeshInfo
 from autoshard.partition import Partitioned, partition
@@ -23,7 +24,6 @@ from autoshard.sites import Site, constraint_text, patch
 from autoshard.statements import Statement, as_constraints, statements_for
 from autoshard.tracing.rewrite import Constraints
 from autoshard.tracing.trace import Traced
-from autoshard.trial import CompiledEvidence
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

@@ -25,19 +25,19 @@ import msgspec
 import numpy as np
 
 from autoshard import errors
-from autoshard.agreement import Agreement, Ended
 from autoshard.bench import Bench, Compared
 from autoshard.compile import Built, Compiled
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
-from autoshard.interrupt import Interrupts
+from autoshard.evidence.candidate import Measured, Skipped, Trial
+from autoshard.evidence.throughput import Throughput
 from autoshard.jax_internals import coordination
 from autoshard.layout import AxisRule, Layout
 from autoshard.meshes import MeshInfo
 from autoshard.prepare import Prepared
-from autoshard.throughput import Throughput
+from autoshard.processes.interrupts import Interrupts
+from autoshard.processes.process_group import Agreement, Ended
 from autoshard.tracing.signature import Call
 from autoshard.transfer import whole
-from autoshard.trial import Measured, Skipped, Trial
 
 log = logging.getLogger("autoshard.jobs")
 

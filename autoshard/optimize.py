@@ -25,11 +25,13 @@ from autoshard.compile_pool import CompilePool
 from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Predictor
+from autoshard.devices.target import mesh_on
+from autoshard.devices.topology import require_compiler
 from autoshard.errors import (
     ArgumentError,
 )
+from autoshard.evidence.throughput import Throughput, checked_samples
 from autoshard.inputs import inputs_for
-from autoshard.interrupt import Interrupts
 from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
 from autoshard.layout import Layout
@@ -37,15 +39,13 @@ from autoshard.meshes import MeshInfo
 from autoshard.multihost import LeadersBench, Outcome, follow, identity_of, joined
 from autoshard.plan import Plan
 from autoshard.prepare import Pins, Prepared, make_request, prepare
-from autoshard.progress import Progress
+from autoshard.processes.interrupts import Interrupts
+from autoshard.processes.progress import Progress
 from autoshard.race import Candidate, Race
 from autoshard.search.proposer import Proposals, propose
 from autoshard.shared import Sharing, join
-from autoshard.target import mesh_on
 from autoshard.target_ladder import climb_target
-from autoshard.target_topology import require_compiler
 from autoshard.text import parse_bytes
-from autoshard.throughput import Throughput, checked_samples
 from autoshard.tracing.carry import Carry
 from autoshard.version import own_version
 

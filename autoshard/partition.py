@@ -19,8 +19,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.device_groups import MeshCoordinates
-from autoshard.evidence import Collective, CollectiveOp, collective_bytes, ring_bytes, summarise
+from autoshard.evidence.collectives import (
+    Collective,
+    CollectiveOp,
+    collective_bytes,
+    ring_bytes,
+    summarise,
+)
+from autoshard.evidence.replica_groups import MeshCoordinates
 from autoshard.jax_internals.mlir import (
     DimSharding,
     PassError,

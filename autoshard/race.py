@@ -19,18 +19,18 @@ import jax
 from autoshard.bench import Bench
 from autoshard.compile import Built, CompilerOptions, build
 from autoshard.cost_model.predict import Predictor
-from autoshard.evidence import CollectiveOp
+from autoshard.evidence.candidate import CompiledEvidence, PartitionedEvidence, Predicted, Trial
+from autoshard.evidence.collectives import CollectiveOp
 from autoshard.isolate import Failure, InProcess, Isolation
 from autoshard.layout import EVERYWHERE, OPTIMIZER, Layout
 from autoshard.measure import RunError, ratio_interval
 from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.prepare import Prepared
-from autoshard.progress import Progress
+from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
 from autoshard.search.shorten import Shortener
 from autoshard.shared import Shared, adopted
 from autoshard.text import bytes_text, seconds_text
-from autoshard.trial import CompiledEvidence, PartitionedEvidence, Predicted, Trial
 
 log = logging.getLogger("autoshard")
 

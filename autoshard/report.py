@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from autoshard.bound_plan import BoundPlan
-from autoshard.evidence import Collective
+from autoshard.evidence.candidate import Skipped, Trial
+from autoshard.evidence.collectives import Collective
+from autoshard.evidence.throughput import Throughput
 from autoshard.table import SpecTable, spec_text, trials_of
 from autoshard.table_patterns import Each, fold
 from autoshard.text import bytes_text, render, seconds_text
-from autoshard.throughput import Throughput
-from autoshard.trial import Skipped, Trial
 
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
 _ORDER = {

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TypeVar
 
 from autoshard.cost_model.refit import Factors, Parts, parts_of, refit, time_s
-from autoshard.evidence import Collective
+from autoshard.evidence.collectives import Collective
 from autoshard.race import Candidate, Race
 
 _T = TypeVar("_T")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from autoshard.evidence.candidate import Trial
 from autoshard.search.board import StudyTrial, claim_of
 from autoshard.search.tasks import Tasks
 from autoshard.shared import trials_of
 from autoshard.text import seconds_text
-from autoshard.trial import Trial
 
 COUNTED = ("compile", "full", "quick")
 """Rungs on which one task is one evaluation of a candidate."""

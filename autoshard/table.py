@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autoshard.errors import TableError
+from autoshard.evidence.candidate import Trial
 from autoshard.table_patterns import Each, fold
 from autoshard.table_reading import shown
-from autoshard.trial import Trial
 
 if TYPE_CHECKING:
     pass

@@ -17,6 +17,7 @@ from autoshard.compile import Reading, build, evidence_of
 from autoshard.compile_cache import Refusal
 from autoshard.compile_pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Predictor
+from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
 from autoshard.ladder import (
     Effort,
@@ -31,7 +32,6 @@ from autoshard.meshes import MeshInfo
 from autoshard.race import Candidate, Race, one_line, step_s
 from autoshard.search.proposer import Proposals
 from autoshard.text import bytes_text, seconds_text
-from autoshard.trial import CompiledEvidence
 
 Level = Literal["quick", "full"]
 

@@ -25,12 +25,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autoshard.dim_rules import PICK, LoopKind
 from autoshard.dims import LogicalAxes
+from autoshard.evidence.candidate import Verified
 from autoshard.inputs import Inputs
 from autoshard.meshes import MeshInfo
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.trace import Traced
 from autoshard.transfer import whole
-from autoshard.trial import Verified
 
 FACTOR = 16.0
 LOW_FACTOR = 4.0

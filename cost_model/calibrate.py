@@ -45,7 +45,7 @@ from scipy.optimize import nnls
 from autoshard.cost_model.collectives import collective_s
 from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.errors import HardwareError
-from autoshard.evidence import KINDS
+from autoshard.evidence.collectives import KINDS
 
 CALL_S = 2e-3
 REPEATS = (1, 8, 64, 512)

@@ -7,7 +7,7 @@ With n devices, B bytes of the full value, alpha seconds a step and w bytes/s:
     (n - 1) alpha + B/4 / w collective_permute           alpha + b / w      (b: what one device
     holds)
 
-"Full value" means the same as in `autoshard.evidence.ring_bytes`: what the group holds together
+"Full value" means the same as in `autoshard.evidence.collectives.ring_bytes`: what the group holds together
 (all_gather, all_to_all), or the operand of one device (reductions). One device costs nothing.
 
 Reference:
@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 from autoshard.cost_model.hardware import Hardware, Link
 from autoshard.errors import HardwareError
-from autoshard.evidence import ring_bytes
+from autoshard.evidence.collectives import ring_bytes
 
 
 def all_gather_s(full_bytes: int, link: Link, group_size: int) -> float:

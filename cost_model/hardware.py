@@ -316,7 +316,7 @@ tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 31.24, 1.8e11, 1.25e10)
 # NCCL's tuning table, ring over NVLink with the Simple protocol, 3.4 us; over a network, 14 us.
 # `link` is inside one NVLink domain, `dcn` outside: a GPU's own InfiniBand port in NVIDIA's DGX
 # A100 (200 Gbit/s), DGX H100, H200 and B200 (400 Gbit/s). Memory: what CUDA reports on these parts
-# (see autoshard.target_parts).
+# (see autoshard.devices.parts).
 _HDR, _NDR = Link(_NETWORK_STEP_S, 2.5e10), Link(_NETWORK_STEP_S, 5e10)
 _NCCL = "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not measured"
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.collectives import collective_s, joint
 from autoshard.cost_model.hardware import Hardware
-from autoshard.evidence import KINDS, ring_bytes
+from autoshard.evidence.collectives import KINDS, ring_bytes
 from autoshard.placements import ABSENT, Placements
 
 Array = NDArray[np.int64]

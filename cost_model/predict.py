@@ -30,11 +30,11 @@ from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.peak import MemoryColumn, Peak
 from autoshard.cost_model.schedule import schedules
 from autoshard.cost_model.sums import find_sums
-from autoshard.evidence import KINDS, Collective
+from autoshard.evidence.collectives import KINDS, Collective
+from autoshard.evidence.throughput import Throughput
 from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.placements import Placements
-from autoshard.throughput import Throughput
 
 CHUNK = 2048
 

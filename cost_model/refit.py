@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 
 from autoshard.cost_model.collectives import joint
 from autoshard.cost_model.hardware import Hardware
-from autoshard.evidence import Collective
+from autoshard.evidence.collectives import Collective
 
 ROUNDS = 20
 """Of reweighting; each is a few microseconds."""

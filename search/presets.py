@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from autoshard.dim_rules import LoopKind
 from autoshard.dims import NO_AXIS
+from autoshard.evidence.candidate import Skipped
 from autoshard.groups import Group
 from autoshard.layout import OPTIMIZER, AxisRule, Problem
 from autoshard.tracing.program import Value
-from autoshard.trial import Skipped
 
 ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")
 LARGE = 0.01

@@ -30,6 +30,7 @@ import numpy as np
 import optuna
 
 from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.evidence.candidate import Skipped
 from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.search.presets import Preset, find_parts, presets
 from autoshard.search.shorten import Shortener
@@ -44,7 +45,6 @@ from autoshard.search.space import (
     refinements,
     rules_of,
 )
-from autoshard.trial import Skipped
 
 ASKS = 40
 ASKED_AT_ONCE = 8

@@ -30,8 +30,8 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autoshard.agreement import LOST
 from autoshard.errors import StudyError
+from autoshard.processes.process_group import LOST
 from autoshard.search.beater import BEAT, Beater
 from autoshard.search.board import CLAIM, Board, Claim, attributes_of, claim_of, record_of
 from autoshard.search.connect import PATIENCE_S, close_storage, open_storage, patiently, study_id_of

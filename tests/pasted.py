@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from autoshard.evidence import Collective, summarise
+from autoshard.evidence.collectives import Collective, summarise
 from autoshard.hlo import read_collectives
 from autoshard.minimise import MinimalConstraints
 from autoshard.plan import Plan

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import PathError
-from autoshard.evidence import collective_bytes
+from autoshard.evidence.collectives import collective_bytes
 from autoshard.explain import pareto
 from autoshard.hlo import read_collectives
 from autoshard.plan import Plan

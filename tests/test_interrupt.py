@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from autoshard.interrupt import Interrupts
-from autoshard.progress import Progress
+from autoshard.processes.interrupts import Interrupts
+from autoshard.processes.progress import Progress
 
 
 def test_a_lost_interrupt_is_raised_again_at_the_next_step() -> None:

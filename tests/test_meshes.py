@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import MeshError
-from autoshard.mesh_text import parse_axes
 from autoshard.meshes import resolve_mesh
 
 axis_names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import autoshard
+from autoshard.evidence.candidate import Measured, Predicted, Trial
 from autoshard.ladder import by_compiled_time
 from autoshard.race import Candidate, Race
-from autoshard.trial import Measured, Predicted, Trial
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 

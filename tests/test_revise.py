@@ -12,10 +12,10 @@ import autoshard
 from autoshard import bench, ladder, revise
 from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.cost_model.refit import parts_of, time_s
-from autoshard.evidence import Collective
+from autoshard.evidence.candidate import Measured, Trial
+from autoshard.evidence.collectives import Collective
 from autoshard.ladder import Effort
 from autoshard.race import Race
-from autoshard.trial import Measured, Trial
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 import autoshard
 from autoshard.errors import ArgumentError
-from autoshard.throughput import Throughput
+from autoshard.evidence.throughput import Throughput
 from tests import models
 
 

@@ -12,10 +12,10 @@ import jax
 
 from autoshard.compile import CompilerOptions, build, compile_built
 from autoshard.constrain import constraints_for
+from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout import Layout
 from autoshard.partition import Partitioned, partition
 from autoshard.prepare import Prepared
-from autoshard.trial import CompiledEvidence
 from tests.stages import QUICKLY
 
 Evidence = dict[str, Any]

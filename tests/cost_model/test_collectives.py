@@ -17,7 +17,7 @@ from autoshard.cost_model.collectives import (
 )
 from autoshard.cost_model.hardware import Hardware, Link
 from autoshard.errors import HardwareError
-from autoshard.evidence import KINDS
+from autoshard.evidence.collectives import KINDS
 
 kinds = st.sampled_from(KINDS)
 # A device sends less of an all_to_all, the more devices share it.

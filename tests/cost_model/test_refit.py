@@ -9,7 +9,7 @@ import pytest
 from autoshard.cost_model.collectives import collective_s
 from autoshard.cost_model.hardware import Hardware, Link, hardware_for
 from autoshard.cost_model.refit import Factors, Parts, parts_of, refit, summary_s, time_s
-from autoshard.evidence import Collective, ring_bytes
+from autoshard.evidence.collectives import Collective, ring_bytes
 
 DATA, MODEL = ("data",), ("model",)
 TRUTH = {"compute": 1.0, DATA: 10.0, MODEL: 1.0}

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from train_steps import lower
 
-from autoshard.evidence import Collective, collective_bytes, summarise
+from autoshard.evidence.collectives import Collective, collective_bytes, summarise
 from autoshard.hlo import read_collectives
 from autoshard.partition import Partitioned, partition
 

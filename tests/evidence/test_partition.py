@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from train_steps import BATCH, D_FF, D_MODEL, LAYERS, lower, mlp_step
 
-from autoshard.evidence import CollectiveOp, collective_bytes, summarise
+from autoshard.evidence.collectives import CollectiveOp, collective_bytes, summarise
 from autoshard.hlo import read_collectives
 from autoshard.op_rules import op_sharding_rule
 from autoshard.partition import Partitioned, PartitionFailure, partition

@@ -269,7 +269,7 @@ def placing_fails(mesh: Any, own: int) -> dict[str, Any]:
 
 
 def wrong_numbers(mesh: Any, own: int) -> dict[str, Any]:
-    from autoshard.trial import Verified
+    from autoshard.evidence.candidate import Verified
     from autoshard.verify import Reference
 
     def wrong(before: Any, *args: Any) -> Any:

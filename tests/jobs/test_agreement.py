@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autoshard import agreement
-from autoshard.agreement import LOST, Agreement, Ended, LeftError, ProcessFailedError
+from autoshard.processes import process_group
+from autoshard.processes.process_group import LOST, Agreement, Ended, LeftError, ProcessFailedError
 
 
 class Memory:
@@ -56,7 +56,7 @@ class Exited(BaseException):
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "POLL_S", 0.02)
+    monkeypatch.setattr(process_group, "POLL_S", 0.02)
 
 
 def search(

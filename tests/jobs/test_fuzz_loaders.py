@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from autoshard.cost_model.hardware import Hardware, h100
 from autoshard.errors import ArgumentError, AutoshardError, HardwareError, StudyError
+from autoshard.evidence.candidate import Trial
 from autoshard.job import Job, parse_job
 from autoshard.search.board import Board, record_of
 from autoshard.search.journal import Journal
 from autoshard.shared import trials_of
 from autoshard.table import SpecTable
-from autoshard.trial import Trial
 
 EXECUTIONS = 400
 """Of each loader in every run, the same ones each time."""

@@ -19,17 +19,17 @@ import yaml
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
-from autoshard.agreement import LOST
 from autoshard.cli import app
 from autoshard.cli_doctor import examine
 from autoshard.errors import ArgumentError
 from autoshard.events import log_events
+from autoshard.evidence.candidate import Trial
 from autoshard.factory import use_processes
 from autoshard.job import arguments_of, parse_job, read_job
 from autoshard.pins import Only
+from autoshard.processes.process_group import LOST
+from autoshard.processes.supervisor import supervise
 from autoshard.search.tasks import Result, Tasks, Work
-from autoshard.supervise import supervise
-from autoshard.trial import Trial
 from tests.jobs.crew import ROOT
 from tests.jobs.test_workers import ENVIRONMENT, answer, autoshard, compiled_keys, job_in, said
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from autoshard.agreement import LOST
 from autoshard.errors import StudyError
+from autoshard.processes.process_group import LOST
 from autoshard.search.beater import Beater
 from autoshard.search.board import Board, record_of
 from autoshard.search.machine import MachineLock

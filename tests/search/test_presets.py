@@ -11,10 +11,10 @@ import pytest
 
 from autoshard.cost_model.hardware import h100
 from autoshard.cost_model.predict import Predictor
+from autoshard.evidence.candidate import Skipped
 from autoshard.layout import Layout, Spec
 from autoshard.prepare import Prepared
 from autoshard.search.presets import ORDER, Preset, find_parts, presets
-from autoshard.trial import Skipped
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step
 from tests.stages import array, mesh_of, prepared
 

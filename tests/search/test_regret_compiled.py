@@ -18,7 +18,7 @@ import autoshard
 from autoshard.compile import build, compile_built
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.predict import Predictor
-from autoshard.evidence import CollectiveOp
+from autoshard.evidence.collectives import CollectiveOp
 from autoshard.hlo import read_collectives
 from autoshard.layout import Layout
 from autoshard.prepare import Prepared

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.evidence import Collective, summarise
+from autoshard.evidence.collectives import Collective, summarise
 from autoshard.hlo import read_collectives
 from autoshard.hlo_cycles import read_cycles
 

@@ -14,10 +14,10 @@ from autoshard import Effort, ExtraError, TargetError, optimize
 from autoshard.compile_cache import CompileCache, Refusal, Stored, program_key
 from autoshard.compile_pool import read_refusal
 from autoshard.cost_model.hardware import PRESETS
+from autoshard.devices.parts import GPUS
+from autoshard.devices.target import parse_target
 from autoshard.meshes import resolve_mesh
 from autoshard.optimize import resolve_hardware
-from autoshard.target import parse_target
-from autoshard.target_parts import GPUS
 from tests.targets.steps import args, plan, step
 
 

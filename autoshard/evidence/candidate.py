@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from autoshard.evidence import Collective
+from autoshard.evidence.collectives import Collective
 
 Status = Literal["winner", "measured", "compiled", "partitioned", "predicted", "rejected"]
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.status import Status
 
-from autoshard.interrupt import Interrupts
+from autoshard.processes.interrupts import Interrupts
 
 
 class Progress:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from autoshard.agreement import LOST
+from autoshard.processes.process_group import LOST
 
 log = logging.getLogger("autoshard.jobs")
 

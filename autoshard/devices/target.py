@@ -22,9 +22,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
 
+from autoshard.devices.mesh_text import parse_axes
+from autoshard.devices.parts import GPUS, TPUS, gpu_description
 from autoshard.errors import TargetError
-from autoshard.mesh_text import parse_axes
-from autoshard.target_parts import GPUS, TPUS, gpu_description
 
 Platform = Literal["tpu", "gpu", "cpu"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from autoshard.devices.parts import TPUS
+from autoshard.devices.target import Target
 from autoshard.errors import ExtraError
-from autoshard.target import Target
-from autoshard.target_parts import TPUS
 
 _EXTRAS = {
     "tpu": ("libtpu", "tpu", "libtpu, about 640 MB, under Google Cloud's own terms"),
