@@ -25,16 +25,16 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from autoshard.axes.argument_groups import Group
+from autoshard.axes.axis_classes import NO_AXIS, logical_axes
+from autoshard.axes.logical_axes import find_roles
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.dim_rules import DimRule, LoopKind, reshape_rule
-from autoshard.dims import NO_AXIS, logical_axes
 from autoshard.errors import AutoshardError
-from autoshard.groups import Group
 from autoshard.layout import Layout, Problem
 from autoshard.prepare import Prepared, prepare
-from autoshard.roles import find_roles
 from autoshard.search.proposer import propose
 from autoshard.text import bytes_text, seconds_text
 from autoshard.tracing.carry import matching_state

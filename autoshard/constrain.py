@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autoshard.dim_rules import DimRule, LoopKind, attention
-from autoshard.dims import COPIES
-from autoshard.kernels import params_of_piece
+from autoshard.axes.axis_classes import COPIES
+from autoshard.axes.kernels import params_of_piece
+from autoshard.axes.logical_axes import Roles
+from autoshard.axes.sharding_rules import attention
+from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.layout import Layout, to_partition_spec
-from autoshard.roles import Roles
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints, Pieces
 from autoshard.tracing.source_lines import source_line

@@ -22,11 +22,11 @@ from typing import Literal
 
 from jax.sharding import PartitionSpec
 
+from autoshard.axes.argument_groups import Groups
+from autoshard.axes.axis_classes import NO_AXIS
+from autoshard.axes.logical_axes import Roles
 from autoshard.dim_rules import LoopKind
-from autoshard.dims import NO_AXIS
 from autoshard.errors import RuleError
-from autoshard.groups import Groups
-from autoshard.roles import Roles
 from autoshard.tracing.program import Eqn, Program, Value
 
 Spec = tuple[tuple[str, ...], ...]

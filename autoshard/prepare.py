@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
+from autoshard.axes.argument_groups import find_groups
+from autoshard.axes.axis_classes import LogicalAxes, logical_axes
+from autoshard.axes.infer_rules import RuleFinder
+from autoshard.axes.logical_axes import find_roles
+from autoshard.axes.sharding_rules.special import KERNELS
 from autoshard.constrain import unstated_roles
 from autoshard.dim_rules import LoopKind
-from autoshard.dim_rules.special import KERNELS
-from autoshard.dims import LogicalAxes, logical_axes
-from autoshard.discover import RuleFinder
 from autoshard.errors import ArgumentError, PathError
-from autoshard.groups import find_groups
 from autoshard.layout import Problem
 from autoshard.meshes import MeshInfo, resolve_mesh
 from autoshard.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
-from autoshard.roles import find_roles
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import role_names, specs_from_names
 from autoshard.tracing.functionalize import InPlace, functional

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from autoshard.dims import NO_AXIS
+from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.errors import SpecError, TableError
 from autoshard.layout import AxisRule, Layout, Problem, Spec
 from autoshard.pins import canonical_spec

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from autoshard.dims import NO_AXIS
+from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.errors import AutoshardError
 from autoshard.layout import Layout
 from autoshard.prepare import Prepared, prepare

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import msgspec
 
+from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.bound_plan import BoundPlan
-from autoshard.dims import NO_AXIS
 from autoshard.layout import Spec
 from autoshard.table import (
     ConstraintEntry,

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from autoshard.axes.axis_classes import LogicalAxes
 from autoshard.dim_rules import PICK, LoopKind
-from autoshard.dims import LogicalAxes
 from autoshard.evidence.candidate import Verified
 from autoshard.inputs import Inputs
 from autoshard.meshes import MeshInfo

@@ -13,11 +13,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 
+from autoshard.axes.argument_groups import Group
 from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.predict import Predictor
-from autoshard.groups import Group
 from autoshard.layout import Layout, Problem
 from autoshard.tracing.program import Value
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.axes.axis_classes import COPIES
 from autoshard.constrain import ANCHORS
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.born import Columns, Readers
@@ -25,7 +26,6 @@ from autoshard.cost_model.reads import Ragged, Reads
 from autoshard.cost_model.rows import Group, Held
 from autoshard.cost_model.shifts import Shifts, Turned
 from autoshard.dim_rules import PICK, LoopKind
-from autoshard.dims import COPIES
 from autoshard.layout import Problem
 from autoshard.placements import OPEN, Placements
 

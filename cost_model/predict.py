@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.axes.argument_groups import Group
 from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.born import born_values
 from autoshard.cost_model.borrowed import borrowed
@@ -32,7 +33,6 @@ from autoshard.cost_model.schedule import schedules
 from autoshard.cost_model.sums import find_sums
 from autoshard.evidence.collectives import KINDS, Collective
 from autoshard.evidence.throughput import Throughput
-from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout, Problem
 from autoshard.placements import Placements
 

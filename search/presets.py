@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from autoshard.axes.argument_groups import Group
+from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.dim_rules import LoopKind
-from autoshard.dims import NO_AXIS
 from autoshard.evidence.candidate import Skipped
-from autoshard.groups import Group
 from autoshard.layout import OPTIMIZER, AxisRule, Problem
 from autoshard.tracing.program import Value
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
-from autoshard.dims import NO_AXIS
+from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.layout import EVERYWHERE, OPTIMIZER, AxisRule, Fit, Layout, Occurrence, Problem
 
 PLACES = 4

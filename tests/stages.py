@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autoshard.dims import NO_AXIS, LogicalAxes, logical_axes
+from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes, logical_axes
 from autoshard.layout import AxisRule, Layout
 from autoshard.prepare import Prepared, make_request, prepare
 from autoshard.tracing.signature import Call, flatten_call, options_for

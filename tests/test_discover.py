@@ -15,10 +15,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
-from autoshard import Effort, discover, optimize
+from autoshard import Effort, optimize
+from autoshard.axes import infer_rules
+from autoshard.axes.axis_classes import logical_axes
+from autoshard.axes.infer_rules import RuleFinder
 from autoshard.dim_rules import DimRule, LoopKind
-from autoshard.dims import logical_axes
-from autoshard.discover import RuleFinder
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import flatten_call, options_for
 from autoshard.tracing.trace import trace
@@ -100,7 +101,7 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any) -> Any:
         raise AssertionError("run")
 
-    monkeypatch.setattr(discover, "_discovered", run)
+    monkeypatch.setattr(infer_rules, "_discovered", run)
 
 
 # Stated by the compiler ---------------------------------------------------------------------------
@@ -366,13 +367,13 @@ def test_a_foreign_function_that_runs() -> None:
 
 def test_equal_equations_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    find = discover._find
+    find = infer_rules._find
 
     def counting(eqn: Any) -> Any:
         looked.append(eqn.primitive)
         return find(eqn)
 
-    monkeypatch.setattr(discover, "_find", counting)
+    monkeypatch.setattr(infer_rules, "_find", counting)
 
     def fn(x: Any, y: Any) -> Any:
         return ELEMENTWISE(ELEMENTWISE(x, x), x), ELEMENTWISE(y, y), MATMUL(x, y)

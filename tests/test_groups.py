@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from autoshard.groups import Group
+from autoshard.axes.argument_groups import Group
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step
 from tests.stages import array, mesh_of, prepared
 

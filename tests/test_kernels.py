@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.kernels import GridLoop, grid_loops
+from autoshard.axes.kernels import GridLoop, grid_loops
 from tests.stages import mesh_of, traced
 
 Loops = list[tuple[int, int, dict[int, int], dict[int, int]]]

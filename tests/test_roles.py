@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.dims import NO_AXIS
-from autoshard.roles import Roles, find_roles
+from autoshard.axes.axis_classes import NO_AXIS
+from autoshard.axes.logical_axes import Roles, find_roles
 from tests.models import decoder_args, decoder_step
 from tests.stages import Axes, array
 

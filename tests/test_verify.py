@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autoshard.axes.axis_classes import logical_axes
 from autoshard.compile import build
-from autoshard.dims import logical_axes
 from autoshard.evidence.candidate import Verified
 from autoshard.inputs import inputs_for
 from autoshard.meshes import resolve_mesh

@@ -5,11 +5,11 @@ same loop.
 an entry for every primitive that jax lowers, be it only to say why it links nothing.
 """
 
-from autoshard.dim_rules.registry import Coverage as Coverage
-from autoshard.dim_rules.registry import Entry as Entry
-from autoshard.dim_rules.registry import known_primitives as known_primitives
-from autoshard.dim_rules.registry import rule_of as rule_of
-from autoshard.dim_rules.reshaping import reshape_rule as reshape_rule
-from autoshard.dim_rules.types import PICK as PICK
-from autoshard.dim_rules.types import DimRule as DimRule
-from autoshard.dim_rules.types import LoopKind as LoopKind
+from autoshard.axes.sharding_rules.registry import Coverage as Coverage
+from autoshard.axes.sharding_rules.registry import Entry as Entry
+from autoshard.axes.sharding_rules.registry import known_primitives as known_primitives
+from autoshard.axes.sharding_rules.registry import rule_of as rule_of
+from autoshard.axes.sharding_rules.reshaping import reshape_rule as reshape_rule
+from autoshard.axes.sharding_rules.rule import PICK as PICK
+from autoshard.axes.sharding_rules.rule import DimRule as DimRule
+from autoshard.axes.sharding_rules.rule import LoopKind as LoopKind

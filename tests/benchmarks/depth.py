@@ -25,12 +25,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from autoshard.axes.argument_groups import find_groups
+from autoshard.axes.axis_classes import logical_axes
+from autoshard.axes.logical_axes import find_roles
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
-from autoshard.dims import logical_axes
-from autoshard.groups import find_groups
 from autoshard.layout import AxisRule, Problem
-from autoshard.roles import find_roles
 from autoshard.search.proposer import propose
 from autoshard.search.space import make_space
 from autoshard.tracing.carry import matching_state

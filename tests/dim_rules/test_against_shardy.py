@@ -12,8 +12,8 @@ import pytest
 from rule_cases import CASES, Case
 from rule_check import Application, run
 
+from autoshard.axes.infer_rules import stated_rule
 from autoshard.dim_rules import DimRule, LoopKind, known_primitives
-from autoshard.discover import stated_rule
 from autoshard.op_rules import lowered_ops
 
 _EXACT_WINDOWS = (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
+from autoshard.axes.argument_groups import Group
 from autoshard.constrain import constraints_for
-from autoshard.groups import Group
 from autoshard.layout import AxisRule, Layout
 from autoshard.placements import Placements
 from autoshard.search.shorten import Shortener

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autoshard.dim_rules import (
+from autoshard.axes.sharding_rules import (
     attention,
     contraction,
     elementwise,
@@ -21,8 +21,8 @@ from autoshard.dim_rules import (
     special,
     windows,
 )
-from autoshard.dim_rules.loops import Rule, whole_rule
-from autoshard.dim_rules.types import DimRule
+from autoshard.axes.sharding_rules.builder import Rule, whole_rule
+from autoshard.axes.sharding_rules.rule import DimRule
 from autoshard.tracing.program import Eqn
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autoshard.dim_rules.loops import Loops, Rule, ints
-from autoshard.dim_rules.types import PICK, DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Loops, Rule, ints
+from autoshard.axes.sharding_rules.rule import PICK, DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 _COMBINE = {

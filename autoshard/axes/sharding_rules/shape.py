@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule, ints
-from autoshard.dim_rules.types import DimRule, LoopKind
-from autoshard.dim_rules.windows import tiles_exactly
+from autoshard.axes.sharding_rules.builder import Loops, Rule, ints
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.windows import tiles_exactly
 from autoshard.tracing.program import Eqn
 
 

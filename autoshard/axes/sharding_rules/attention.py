@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule, whole_rule
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Loops, Rule, whole_rule
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 _BIAS, _LENGTHS, _PACKED, _STATISTICS = 3, (4, 5), (6, 7, 8, 9), 10

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 Shape = tuple[int, ...]

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule, Shape
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Loops, Rule, Shape
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 

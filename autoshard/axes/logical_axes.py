@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from autoshard.dims import NO_AXIS, LogicalAxes
+from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes
 from autoshard.tracing.program import Eqn, Value
 from autoshard.tracing.source_lines import source_line
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Loops, Rule
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule, ints
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Loops, Rule, ints
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from autoshard.dim_rules.loops import Loops, Rule, Shape, ints
-from autoshard.dim_rules.types import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Loops, Rule, Shape, ints
+from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 Group = tuple[list[int], list[int]]

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes
 from autoshard.dim_rules import LoopKind
-from autoshard.dims import NO_AXIS, LogicalAxes
 from autoshard.tracing.program import Eqn, Value
 
 ANCHORS = frozenset(
