@@ -27,9 +27,9 @@ from autoshard.errors import TargetError as TargetError
 from autoshard.errors import TraceError as TraceError
 from autoshard.evidence.candidate import Trial as Trial
 from autoshard.ladder import Effort as Effort
-from autoshard.layout import AxisRule as AxisRule
+from autoshard.layout.axis_rule import AxisRule as AxisRule
+from autoshard.layout.pins import Only as Only
 from autoshard.optimize import optimize as optimize
-from autoshard.pins import Only as Only
 from autoshard.plan import Plan as Plan
 from autoshard.start import init as init
 from autoshard.table import SpecTable as SpecTable

@@ -33,8 +33,9 @@ from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.dim_rules import DimRule, LoopKind, reshape_rule
 from autoshard.errors import AutoshardError
-from autoshard.layout import Layout, Problem
-from autoshard.prepare import Prepared, prepare
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared, prepare
+from autoshard.layout.problem import Problem
 from autoshard.search.proposer import propose
 from autoshard.text import bytes_text, seconds_text
 from autoshard.tracing.carry import matching_state

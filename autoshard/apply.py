@@ -22,9 +22,10 @@ from autoshard.errors import (
     SignatureError,
 )
 from autoshard.evidence.throughput import checked_samples
-from autoshard.layout import AxisRule, Layout
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
-from autoshard.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.rederive import rederive
 from autoshard.search.presets import presets
 from autoshard.table import SpecTable

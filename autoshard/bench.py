@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.evidence.candidate import Measured, Verified
 from autoshard.inputs import Inputs, inputs_for
-from autoshard.layout import Layout
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
 from autoshard.measure import measure
-from autoshard.prepare import Prepared
 from autoshard.processes.process_group import ALONE, Peers
 from autoshard.shrink import shrink
 from autoshard.verify import Reference, Trusted, reference_of, unsharded

@@ -13,12 +13,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
-from autoshard.constrain import PlacedConstraint, constraints_for, placed
 from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.evidence.candidate import Skipped, Trial
 from autoshard.evidence.throughput import Throughput
-from autoshard.layout import AxisRule, Layout, to_partition_spec
-from autoshard.meshes import MeshInfo
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.constraints import PlacedConstraint, constraints_for, placed
+from autoshard.layout.layout import Layout
+from autoshard.layout.mesh import MeshInfo
+from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.functionalize import InPlace
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.tracing.trace import Traced

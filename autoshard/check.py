@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import MeshError, RuleError, SpecError, TableError
-from autoshard.meshes import MeshInfo
-from autoshard.pins import canonical_spec
-from autoshard.prepare import Prepared, make_request, prepare
+from autoshard.layout.mesh import MeshInfo
+from autoshard.layout.pins import canonical_spec
+from autoshard.layout.prepare import Prepared, make_request, prepare
 from autoshard.rederive import leaf_changes, rederive, unlike
 from autoshard.table import Leaf, SpecTable, spec_from_entry, spec_text
 from autoshard.table_patterns import fold

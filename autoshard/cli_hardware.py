@@ -20,8 +20,8 @@ from autoshard.cost_model.hardware import hardware_for
 from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import ArgumentError, HardwareError
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.layout import Layout
-from autoshard.meshes import resolve_mesh
+from autoshard.layout.layout import Layout
+from autoshard.layout.mesh import resolve_mesh
 from autoshard.plan import Plan
 from autoshard.text import bytes_text
 

@@ -20,13 +20,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard.constrain import constraints_for
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.evidence.collectives import CollectiveOp, collective_bytes, summarise
 from autoshard.hlo import read_collectives, read_full_remat_warnings
 from autoshard.hlo_cycles import read_cycles
-from autoshard.layout import Layout
-from autoshard.meshes import MeshInfo
+from autoshard.layout.constraints import constraints_for
+from autoshard.layout.layout import Layout
+from autoshard.layout.mesh import MeshInfo
 from autoshard.tracing.rewrite import Constraints, as_function, insert_constraints
 from autoshard.tracing.trace import Traced
 

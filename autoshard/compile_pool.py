@@ -17,7 +17,7 @@ from autoshard.compile_cache import CompileCache, Refusal, Stored, program_key
 from autoshard.errors import TargetError
 from autoshard.isolate import Failure, Isolation
 from autoshard.jax_internals import executables
-from autoshard.meshes import MeshInfo
+from autoshard.layout.mesh import MeshInfo
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGT]?)"

@@ -22,7 +22,9 @@ from autoshard.evidence.candidate import Trial
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.evidence.throughput import Throughput
 from autoshard.hlo import read_collectives
-from autoshard.layout import AxisRule, Layout, shard_count
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.spec import shard_count
 from autoshard.otherwise import predictor_for, role_of
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.tracing.program import Value

@@ -33,7 +33,7 @@ from autoshard.compile_worker import Reply, Request
 from autoshard.devices import topology
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
-from autoshard.meshes import MeshInfo
+from autoshard.layout.mesh import MeshInfo
 from autoshard.partition import Partitioned, PartitionFailure
 
 COMMAND = (sys.executable, "-P", "-m", "autoshard.compile_worker")

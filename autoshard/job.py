@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec
 from autoshard.errors import ArgumentError
 from autoshard.factory import call_factory
 from autoshard.ladder import Effort
+from autoshard.layout.pins import Only
 from autoshard.optimize import optimize
-from autoshard.pins import Only
 from autoshard.plan import Plan
 from autoshard.search.connect import without_password
 from autoshard.search.tasks import LEASE_S, NEEDS, Need

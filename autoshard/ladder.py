@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.errors import ArgumentError, NoFeasiblePlanError, SearchFailedError
-from autoshard.layout import shard_count
+from autoshard.layout.spec import shard_count
 from autoshard.race import FAR, NOISE, Candidate, Race
 from autoshard.revise import Revision
 from autoshard.search.proposer import Proposals

@@ -31,9 +31,10 @@ from autoshard.errors import AutoshardError, MeshError, ProcessesError
 from autoshard.evidence.candidate import Measured, Skipped, Trial
 from autoshard.evidence.throughput import Throughput
 from autoshard.jax_internals import coordination
-from autoshard.layout import AxisRule, Layout
-from autoshard.meshes import MeshInfo
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.mesh import MeshInfo
+from autoshard.layout.prepare import Prepared
 from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.process_group import Agreement, Ended
 from autoshard.tracing.signature import Call

@@ -34,11 +34,11 @@ from autoshard.evidence.throughput import Throughput, checked_samples
 from autoshard.inputs import inputs_for
 from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
-from autoshard.layout import Layout
-from autoshard.meshes import MeshInfo
+from autoshard.layout.layout import Layout
+from autoshard.layout.mesh import MeshInfo
+from autoshard.layout.prepare import Pins, Prepared, make_request, prepare
 from autoshard.multihost import LeadersBench, Outcome, follow, identity_of, joined
 from autoshard.plan import Plan
-from autoshard.prepare import Pins, Prepared, make_request, prepare
 from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.progress import Progress
 from autoshard.race import Candidate, Race

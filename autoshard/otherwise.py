@@ -25,16 +25,11 @@ from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.errors import PathError
-from autoshard.layout import (
-    AxisRule,
-    Layout,
-    Problem,
-    Spec,
-    first_fit,
-    shard_count,
-    to_partition_spec,
-)
-from autoshard.pins import PinMap, resolve_pins
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.pins import PinMap, resolve_pins
+from autoshard.layout.problem import Problem, first_fit
+from autoshard.layout.spec import Spec, shard_count, to_partition_spec
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.tracing.program import Value
 

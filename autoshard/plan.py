@@ -8,9 +8,9 @@ from typing import Any, overload
 from autoshard.bound_plan import BoundPlan
 from autoshard.cost_model.hardware import Hardware
 from autoshard.explain import Explanation, explain
+from autoshard.layout.pins import PinMap
 from autoshard.minimise import MinimalConstraints, minimise
 from autoshard.otherwise import LeafExplanation, WhatIf, explain_leaf, what_if
-from autoshard.pins import PinMap
 from autoshard.report import plan_text
 from autoshard.report_html import fragment_html
 from autoshard.table import SpecTable

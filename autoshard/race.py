@@ -22,10 +22,11 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.candidate import CompiledEvidence, PartitionedEvidence, Predicted, Trial
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.isolate import Failure, InProcess, Isolation
-from autoshard.layout import EVERYWHERE, OPTIMIZER, Layout
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
 from autoshard.measure import RunError, ratio_interval
 from autoshard.partition import Partitioned, PartitionFailure, partition
-from autoshard.prepare import Prepared
 from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
 from autoshard.search.shorten import Shortener

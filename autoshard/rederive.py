@@ -18,9 +18,12 @@ import jax
 
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.errors import SpecError, TableError
-from autoshard.layout import AxisRule, Layout, Problem, Spec
-from autoshard.pins import canonical_spec
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.pins import canonical_spec
+from autoshard.layout.prepare import Prepared
+from autoshard.layout.problem import Problem
+from autoshard.layout.spec import Spec
 from autoshard.table import Leaf, SpecTable, spec_from_entry
 from autoshard.tracing.program import Value
 

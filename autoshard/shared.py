@@ -23,7 +23,9 @@ import msgspec
 from autoshard.cost_model.predict import Predictor
 from autoshard.errors import ArgumentError, RuleError, StudyError
 from autoshard.evidence.candidate import Skipped, Trial
-from autoshard.layout import AxisRule, Layout, Problem
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.problem import Problem
 from autoshard.search.connect import PATIENCE_S, without_password
 from autoshard.search.proposer import Proposal, Proposals
 from autoshard.search.tasks import LEASE_S, NEEDS, Need, Result, Tasks, Work

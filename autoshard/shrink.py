@@ -16,8 +16,8 @@ import jax
 
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.errors import AutoshardError
-from autoshard.layout import Layout
-from autoshard.prepare import Prepared, prepare
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared, prepare
 
 SMALLEST = 4
 """No dimension becomes smaller: below, jax writes another program (dimensions of size 1 are

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from autoshard.axes.axis_classes import LogicalAxes
-from autoshard.constrain import ANCHORS
+from autoshard.layout.constraints import ANCHORS
 from autoshard.sites import Expression, Site, expression_at, operand_expression, sites_of
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints

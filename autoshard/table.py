@@ -34,7 +34,7 @@ from typing import Annotated, Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
-from autoshard.layout import Spec
+from autoshard.layout.spec import Spec
 from autoshard.table_migrate import SCHEMA, to_current
 from autoshard.table_patterns import alike, path_key, unfold
 from autoshard.table_reading import convert, object_at, parse, read_text, refusal

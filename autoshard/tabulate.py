@@ -12,7 +12,7 @@ import msgspec
 
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.bound_plan import BoundPlan
-from autoshard.layout import Spec
+from autoshard.layout.spec import Spec
 from autoshard.table import (
     ConstraintEntry,
     Evidence,

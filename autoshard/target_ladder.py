@@ -28,7 +28,7 @@ from autoshard.ladder import (
     uncompiled_best,
     with_presets,
 )
-from autoshard.meshes import MeshInfo
+from autoshard.layout.mesh import MeshInfo
 from autoshard.race import Candidate, Race, one_line, step_s
 from autoshard.search.proposer import Proposals
 from autoshard.text import bytes_text, seconds_text

@@ -27,7 +27,7 @@ from autoshard.axes.axis_classes import LogicalAxes
 from autoshard.dim_rules import PICK, LoopKind
 from autoshard.evidence.candidate import Verified
 from autoshard.inputs import Inputs
-from autoshard.meshes import MeshInfo
+from autoshard.layout.mesh import MeshInfo
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.trace import Traced
 from autoshard.transfer import whole

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.constrain import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leaves_open
 from autoshard.dim_rules import LoopKind
-from autoshard.layout import Problem
-from autoshard.placements import OPEN, Placements
+from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leaves_open
+from autoshard.layout.placements import OPEN, Placements
+from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Eqn, Value
 
 Array = NDArray[np.int64]

@@ -20,10 +20,10 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.constrain import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.dim_rules import LoopKind
-from autoshard.layout import Problem
-from autoshard.placements import Placements
+from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS
+from autoshard.layout.placements import Placements
+from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Eqn, Flow, Value
 
 STATED = ANCHORS | CUT_KERNELS | SHIFTS

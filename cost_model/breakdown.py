@@ -18,7 +18,8 @@ from autoshard.cost_model.backend import ACCELERATOR, Backend
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.memory import memory_table
 from autoshard.cost_model.predict import Predictor
-from autoshard.layout import Layout, Problem
+from autoshard.layout.layout import Layout
+from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Value
 
 

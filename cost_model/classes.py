@@ -20,7 +20,7 @@ from autoshard.cost_model.compute import FUSED, flops
 from autoshard.cost_model.halo import exchanges
 from autoshard.cost_model.schedule import UPDATES, Schedule
 from autoshard.dim_rules import LoopKind
-from autoshard.layout import Problem
+from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Body, Eqn, Value
 
 BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.axis_classes import COPIES
-from autoshard.constrain import ANCHORS
 from autoshard.cost_model.backend import Backend
 from autoshard.cost_model.born import Columns, Readers
 from autoshard.cost_model.classes import Classes, Operand, Uses, Work
@@ -26,8 +25,9 @@ from autoshard.cost_model.reads import Ragged, Reads
 from autoshard.cost_model.rows import Group, Held
 from autoshard.cost_model.shifts import Shifts, Turned
 from autoshard.dim_rules import PICK, LoopKind
-from autoshard.layout import Problem
-from autoshard.placements import OPEN, Placements
+from autoshard.layout.constraints import ANCHORS
+from autoshard.layout.placements import OPEN, Placements
+from autoshard.layout.problem import Problem
 
 Placed = NDArray[np.int8]
 

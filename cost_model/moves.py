@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autoshard.cost_model.collectives import collective_s, joint
 from autoshard.cost_model.hardware import Hardware
 from autoshard.evidence.collectives import KINDS, ring_bytes
-from autoshard.placements import ABSENT, Placements
+from autoshard.layout.placements import ABSENT, Placements
 
 Array = NDArray[np.int64]
 _ring_bytes = cast("Callable[[str, Array, int], Array]", ring_bytes)

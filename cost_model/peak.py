@@ -20,7 +20,7 @@ from autoshard.cost_model.costs import CopyColumns
 from autoshard.cost_model.memory import MemoryTable
 from autoshard.cost_model.moves import Array
 from autoshard.cost_model.sums import Sums
-from autoshard.placements import Placements
+from autoshard.layout.placements import Placements
 
 WINDOW = 8
 """Equations on each side that make up the surroundings of a point."""

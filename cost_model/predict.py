@@ -33,8 +33,10 @@ from autoshard.cost_model.schedule import schedules
 from autoshard.cost_model.sums import find_sums
 from autoshard.evidence.collectives import KINDS, Collective
 from autoshard.evidence.throughput import Throughput
-from autoshard.layout import AxisRule, Layout, Problem
-from autoshard.placements import Placements
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.placements import Placements
+from autoshard.layout.problem import Problem
 
 CHUNK = 2048
 

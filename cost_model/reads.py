@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.constrain import closed_dims
 from autoshard.cost_model.born import Columns
 from autoshard.cost_model.classes import Operand
 from autoshard.cost_model.moves import Array
 from autoshard.dim_rules import DimRule
-from autoshard.placements import Placements
+from autoshard.layout.constraints import closed_dims
+from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost_model.moves import Array
-from autoshard.placements import Placements
+from autoshard.layout.placements import Placements
 
 
 class Group:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoshard.cost_model.halo import ASIDE, GATHERED, exchanges, shards_sent
 from autoshard.cost_model.moves import Array, Moves, Specs
 from autoshard.dim_rules import DimRule
-from autoshard.placements import Placements
+from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn, Value
 
 Placed = NDArray[np.int8]

@@ -18,7 +18,8 @@ from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.dim_rules import LoopKind
 from autoshard.evidence.candidate import Skipped
-from autoshard.layout import OPTIMIZER, AxisRule, Problem
+from autoshard.layout.axis_rule import OPTIMIZER, AxisRule
+from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Value
 
 ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")

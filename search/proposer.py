@@ -31,7 +31,9 @@ import optuna
 
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.evidence.candidate import Skipped
-from autoshard.layout import AxisRule, Layout, Problem
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.problem import Problem
 from autoshard.search.presets import Preset, find_parts, presets
 from autoshard.search.shorten import Shortener
 from autoshard.search.space import (

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.constrain import ANCHORS, CUT_KERNELS
-from autoshard.layout import AxisRule, Layout
-from autoshard.placements import Placements
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.constraints import ANCHORS, CUT_KERNELS
+from autoshard.layout.layout import Layout
+from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Value
 
 

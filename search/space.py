@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.layout import EVERYWHERE, OPTIMIZER, AxisRule, Fit, Layout, Occurrence, Problem
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Occurrence
+from autoshard.layout.layout import Layout
+from autoshard.layout.problem import Fit, Problem
 
 PLACES = 4
 MAX_ROLES = 14

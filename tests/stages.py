@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes, logical_axes
-from autoshard.layout import AxisRule, Layout
-from autoshard.prepare import Prepared, make_request, prepare
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared, make_request, prepare
 from autoshard.tracing.signature import Call, flatten_call, options_for
 from autoshard.tracing.trace import Traced, trace
 

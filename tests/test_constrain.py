@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.constrain import ANCHORS, constraints_for, placed
-from autoshard.prepare import Prepared
+from autoshard.layout.constraints import ANCHORS, constraints_for, placed
+from autoshard.layout.prepare import Prepared
 from autoshard.tracing.rewrite import (
     Constraints,
     EqnConstraints,

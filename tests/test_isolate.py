@@ -22,7 +22,7 @@ from autoshard.compile import build, compile_built
 from autoshard.compile_worker import Reply
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.isolate import COMMAND, Failure, InProcess, Isolation
-from autoshard.meshes import resolve_mesh
+from autoshard.layout.mesh import resolve_mesh
 from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.plan import Plan
 from tests.models import mlp_args, mlp_step

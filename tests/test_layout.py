@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import RuleError
-from autoshard.layout import AxisRule, Layout, Spec, shard_count, to_partition_spec
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
+from autoshard.layout.spec import Spec, shard_count, to_partition_spec
 from tests.models import decoder_args, decoder_step
 from tests.stages import array, layout_of, mesh_of, prepared
 

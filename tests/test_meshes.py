@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import MeshError
-from autoshard.meshes import resolve_mesh
+from autoshard.layout.mesh import resolve_mesh
 
 axis_names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.constrain import constraints_for
+from autoshard.layout.constraints import constraints_for
 from autoshard.minimise import fewest
 from autoshard.sites import Site, paste
 from autoshard.statements import as_constraints, statements_for

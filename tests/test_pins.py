@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import ArgumentError, PathError, SpecError
-from autoshard.layout import AxisRule, Layout
-from autoshard.pins import Only, canonical_spec
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.pins import Only, canonical_spec
 from autoshard.tracing.program import Value
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared

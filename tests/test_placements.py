@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from autoshard.layout import AxisRule, Fit, Layout, Problem
-from autoshard.pins import Only
-from autoshard.placements import OPEN, Placements
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.pins import Only
+from autoshard.layout.placements import OPEN, Placements
+from autoshard.layout.prepare import Prepared
+from autoshard.layout.problem import Fit, Problem
 from tests.models import decoder_args, decoder_step
 from tests.stages import array, mesh_of, prepared
 

@@ -17,8 +17,8 @@ from autoshard.axes.axis_classes import logical_axes
 from autoshard.compile import build
 from autoshard.evidence.candidate import Verified
 from autoshard.inputs import inputs_for
-from autoshard.meshes import resolve_mesh
-from autoshard.prepare import Prepared
+from autoshard.layout.mesh import resolve_mesh
+from autoshard.layout.prepare import Prepared
 from autoshard.verify import Reference, epsilon_of, longest_sum, reference_of, unsharded
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared, traced

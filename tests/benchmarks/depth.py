@@ -30,7 +30,8 @@ from autoshard.axes.axis_classes import logical_axes
 from autoshard.axes.logical_axes import find_roles
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
-from autoshard.layout import AxisRule, Problem
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.problem import Problem
 from autoshard.search.proposer import propose
 from autoshard.search.space import make_space
 from autoshard.tracing.carry import matching_state

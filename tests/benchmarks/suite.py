@@ -17,8 +17,10 @@ from jax.sharding import AxisType, Mesh
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
-from autoshard.layout import AxisRule, Layout, Problem
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
+from autoshard.layout.problem import Problem
 from autoshard.search.presets import presets
 from examples.transformer import factory
 from tests.stages import prepared

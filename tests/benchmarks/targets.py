@@ -32,8 +32,8 @@ from autoshard.compile_cache import CompileCache, Refusal, default_folder
 from autoshard.compile_pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.evidence.candidate import CompiledEvidence, Predicted
-from autoshard.layout import AxisRule
-from autoshard.meshes import resolve_mesh
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.mesh import resolve_mesh
 from autoshard.optimize import resolve_hardware
 from autoshard.target_ladder import priced
 from autoshard.text import bytes_text, seconds_text

@@ -47,7 +47,7 @@ from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.hlo import read_collectives
-from autoshard.layout import Layout
+from autoshard.layout.layout import Layout
 from autoshard.race import step_s
 from autoshard.search.presets import presets
 from autoshard.search.shorten import Shortener

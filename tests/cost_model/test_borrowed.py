@@ -16,7 +16,7 @@ from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.borrowed import borrowed
 from autoshard.cost_model.hardware import h100
 from autoshard.cost_model.predict import Predictor
-from autoshard.placements import Placements
+from autoshard.layout.placements import Placements
 from tests.stages import array, layout_of, mesh_of, prepared
 
 BATCH, LENGTH, D, VOCAB = 4, 64, 16, 512

@@ -18,7 +18,7 @@ from autoshard.cost_model.calibrate import Sample, calibrate, predicted_s
 from autoshard.cost_model.collectives import collective_s
 from autoshard.cost_model.hardware import Hardware, Link, cpu
 from autoshard.errors import HardwareError
-from autoshard.meshes import resolve_mesh
+from autoshard.layout.mesh import resolve_mesh
 from autoshard.optimize import resolve_hardware
 
 TRUE = Hardware(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from autoshard.cost_model.hardware import cpu
-from autoshard.layout import AxisRule, Layout
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
 from tests.benchmarks.accuracy import bytes_error, kinds, rank
 from tests.benchmarks.evidence_store import by_kind
 from tests.benchmarks.suite import setting

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from autoshard.cost_model.hardware import Hardware, Link, h100
 from autoshard.cost_model.peak import _vertices
 from autoshard.cost_model.predict import Predictor
-from autoshard.layout import AxisRule, Layout, Occurrence, Problem
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import AxisRule, Occurrence
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
+from autoshard.layout.problem import Problem
 from tests.models import decoder_args, decoder_step, unrolled_args, unrolled_step
 from tests.stages import array, mesh_of, prepared
 

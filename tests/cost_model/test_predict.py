@@ -17,8 +17,8 @@ from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
 from autoshard.cost_model.hardware import Hardware, Link, cpu, h100
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.evidence.candidate import CompiledEvidence
-from autoshard.layout import Layout
-from autoshard.prepare import Prepared
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
 from autoshard.search.presets import presets
 from tests.models import decoder_args, decoder_step, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared

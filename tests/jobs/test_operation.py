@@ -26,7 +26,7 @@ from autoshard.events import log_events
 from autoshard.evidence.candidate import Trial
 from autoshard.factory import use_processes
 from autoshard.job import arguments_of, parse_job, read_job
-from autoshard.pins import Only
+from autoshard.layout.pins import Only
 from autoshard.processes.process_group import LOST
 from autoshard.processes.supervisor import supervise
 from autoshard.search.tasks import Result, Tasks, Work

@@ -12,8 +12,9 @@ import pytest
 from autoshard.cost_model.hardware import h100
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.candidate import Skipped
-from autoshard.layout import Layout, Spec
-from autoshard.prepare import Prepared
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
+from autoshard.layout.spec import Spec
 from autoshard.search.presets import ORDER, Preset, find_parts, presets
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step
 from tests.stages import array, mesh_of, prepared

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware import Link, h100
 from autoshard.cost_model.predict import Predictions, Predictor
-from autoshard.prepare import Prepared
+from autoshard.layout.prepare import Prepared
 from autoshard.search.presets import ORDER
 from autoshard.search.proposer import Proposals, propose
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step

@@ -8,9 +8,10 @@ import numpy as np
 
 import autoshard
 from autoshard.axes.argument_groups import Group
-from autoshard.constrain import constraints_for
-from autoshard.layout import AxisRule, Layout
-from autoshard.placements import Placements
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.constraints import constraints_for
+from autoshard.layout.layout import Layout
+from autoshard.layout.placements import Placements
 from autoshard.search.shorten import Shortener
 from autoshard.search.space import make_space, refinements
 from tests.models import decoder_args, decoder_step

@@ -14,7 +14,7 @@ import pytest
 from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, Link, cpu, hardware_for
 from autoshard.cost_model.predict import Predictor
-from autoshard.prepare import Prepared
+from autoshard.layout.prepare import Prepared
 from autoshard.search.proposer import Proposals, propose
 from tests.models import mlp_args, mlp_step, unrolled_args, unrolled_step
 from tests.stages import array, mesh_of, prepared

@@ -20,8 +20,8 @@ from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.hlo import read_collectives
-from autoshard.layout import Layout
-from autoshard.prepare import Prepared
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
 from autoshard.race import step_s
 from autoshard.search.shorten import Shortener
 from autoshard.search.space import every_list, make_space, rules_of

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.layout import OPTIMIZER, AxisRule, Layout
-from autoshard.prepare import Prepared
+from autoshard.layout.axis_rule import OPTIMIZER, AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.prepare import Prepared
 from autoshard.search.presets import find_parts, presets
 from autoshard.search.space import (
     MAX_ROLES,

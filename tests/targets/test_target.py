@@ -16,7 +16,7 @@ from autoshard.compile_pool import read_refusal
 from autoshard.cost_model.hardware import PRESETS
 from autoshard.devices.parts import GPUS
 from autoshard.devices.target import parse_target
-from autoshard.meshes import resolve_mesh
+from autoshard.layout.mesh import resolve_mesh
 from autoshard.optimize import resolve_hardware
 from tests.targets.steps import args, plan, step
 

@@ -21,7 +21,8 @@ from autoshard.axes.kernels import params_of_piece
 from autoshard.axes.logical_axes import Roles
 from autoshard.axes.sharding_rules import attention
 from autoshard.dim_rules import DimRule, LoopKind
-from autoshard.layout import Layout, to_partition_spec
+from autoshard.layout.layout import Layout
+from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints, Pieces
 from autoshard.tracing.source_lines import source_line

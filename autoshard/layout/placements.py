@@ -20,7 +20,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.layout import AxisRule, BoundRule, Fit, Layout, Problem, Spec, bind, first_fit
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.layout import Layout
+from autoshard.layout.problem import BoundRule, Fit, Problem, bind, first_fit
+from autoshard.layout.spec import Spec
 from autoshard.tracing.program import Eqn, Value
 
 ABSENT = -1

@@ -17,12 +17,12 @@ from autoshard.axes.axis_classes import LogicalAxes, logical_axes
 from autoshard.axes.infer_rules import RuleFinder
 from autoshard.axes.logical_axes import find_roles
 from autoshard.axes.sharding_rules.special import KERNELS
-from autoshard.constrain import unstated_roles
 from autoshard.dim_rules import LoopKind
 from autoshard.errors import ArgumentError, PathError
-from autoshard.layout import Problem
-from autoshard.meshes import MeshInfo, resolve_mesh
-from autoshard.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
+from autoshard.layout.constraints import unstated_roles
+from autoshard.layout.mesh import MeshInfo, resolve_mesh
+from autoshard.layout.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
+from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import role_names, specs_from_names
 from autoshard.tracing.functionalize import InPlace, functional

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 
 from autoshard.errors import PathError, SpecError
 from autoshard.jax_internals.constraint_eqns import user_spec
-from autoshard.layout import Barred, Problem, Spec
+from autoshard.layout.problem import Problem
+from autoshard.layout.spec import Barred, Spec
 from autoshard.tracing.program import Program, Value
 
 

@@ -1,91 +1,19 @@
-"""Stage 4: axis rules to specs, by first-fit with divisibility.
-
-An axis rule sends a role to a mesh axis. For each array the rules are tried in order: a rule takes
-the (first or last) dimension of its role if its mesh axis is still unused in this array and divides
-what is left of the dimension. The same first-fit over the *loops* of an equation says how the work
-itself is split.
-
-Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes
-that axis, the dimensions that no rule split are *open*: inside the function they are left to the
-partitioner (`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned
-replicated.
-"""
+"""What stays fixed while candidates vary, and first-fit over it."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-from jax.sharding import PartitionSpec
 
 from autoshard.axes.argument_groups import Groups
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.axes.logical_axes import Roles
 from autoshard.dim_rules import LoopKind
 from autoshard.errors import RuleError
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule
+from autoshard.layout.spec import Barred, Spec
 from autoshard.tracing.program import Eqn, Program, Value
-
-Spec = tuple[tuple[str, ...], ...]
-"""Canonical spec of a value: for each dimension the mesh axes it is split over, major first; full
-rank."""
-
-Barred = tuple[tuple[str, ...], ...]
-"""For each dimension of a value the mesh axes that may not split it; () where all may."""
-
-Occurrence = Literal["first", "last"]
-EVERYWHERE = "everywhere"
-OPTIMIZER = "optimizer"
-_TEXT = re.compile(
-    r"^\s*(?P<role>\S+?)\s*->\s*(?P<axis>[^\s()@][^()@]*?)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class AxisRule:
-    """One axis rule.
-
-    Attributes:
-        role: Name of the role.
-        mesh_axis: Name of the mesh axis.
-        occurrence: Which dimension it takes where the role occurs twice in one value.
-        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with ROLE` or `without
-            ROLE` (true of the other roles of the same value).
-
-    >>> str(AxisRule("wq.1", "model"))
-    'wq.1->model'
-    >>> AxisRule.parse("emb.1->data (optimizer)")
-    AxisRule(role='emb.1', mesh_axis='data', occurrence='first', where='optimizer')
-    """
-
-    role: str
-    mesh_axis: str
-    occurrence: Occurrence = "first"
-    where: str = EVERYWHERE
-
-    def __str__(self) -> str:
-        where = "" if self.where == EVERYWHERE else f" ({self.where})"
-        return f"{self.role}->{self.mesh_axis}{where}" + (
-            "" if self.occurrence == "first" else f" @{self.occurrence}"
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> AxisRule:
-        """Reads what `str` prints.
-
-        Raises:
-            RuleError: If the text is no axis rule.
-        """
-        match = _TEXT.match(text)
-        if match is None:
-            raise RuleError(
-                f"{text!r} is no axis rule. Write 'role->mesh axis', for example 'wq.1->model'."
-            )
-        occurrence: Occurrence = "last" if match["occurrence"] == "last" else "first"
-        return cls(match["role"], match["axis"], occurrence, match["where"] or EVERYWHERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,94 +205,3 @@ def _role_number(problem: Problem, name: str, rule: AxisRule) -> int:
             f"{near}."
         )
     return role.index
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Axis rules bound to a problem: answers what the spec of any value or work is.
-
-    Attributes:
-        problem: The problem.
-        rules: The axis rules, in order.
-        inside: True if constraints are stated at the anchors inside the function; False for
-            arguments only.
-        bound: The rules as numbers, without those of mesh axes with one device.
-    """
-
-    problem: Problem
-    rules: tuple[AxisRule, ...]
-    inside: bool = True
-    bound: tuple[BoundRule, ...] = field(init=False, repr=False)
-    _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "bound",
-            tuple(b for rule in self.rules if (b := bind(self.problem, rule)).size > 1),
-        )
-
-    def fit_signature(self, signature: Signature) -> Fit:
-        """First-fit of a signature, remembered."""
-        if signature not in self._memo:
-            roles, sizes, optimizer, barred = signature
-            self._memo[signature] = first_fit(roles, sizes, self.bound, optimizer, barred=barred)
-        return self._memo[signature]
-
-    def fit(self, value: Value) -> Fit:
-        """Spec and open dimensions of a value; a pin decides where there is one."""
-        pin = self.problem.pins.get(value.index)
-        return (
-            self.fit_signature(self.problem.value_signature(value))
-            if pin is None
-            else Fit(pin, frozenset())
-        )
-
-    def work(self, eqn: Eqn) -> Fit:
-        """How the loops of an equation are split, and which loops are open."""
-        return self.fit_signature(self.problem.work_signature(eqn))
-
-    def input_specs(self) -> tuple[Spec, ...]:
-        """Specs of the argument leaves."""
-        return tuple(self.fit(v).spec for v in self.problem.program.body.inputs)
-
-    def output_specs(self) -> tuple[Spec, ...]:
-        """Specs of the output leaves."""
-        return tuple(self.fit(v).spec for v in self.problem.program.body.outputs)
-
-    def key(self) -> str:
-        """Digest of the effective layout: equal for rule lists that split every value and every
-        work alike.
-        """
-        seen = self.problem.signatures if self.inside else self.problem.edge_signatures
-        specs = [self.fit_signature(signature) for signature in seen]
-        return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
-
-
-def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpec:
-    """The PartitionSpec of a canonical spec, without trailing Nones.
-
-    >>> to_partition_spec((("data",), (), ("fsdp", "model"), ()))
-    P('data', None, ('fsdp', 'model'))
-    """
-    unconstrained = frozenset(open_dims)
-    entries = [
-        PartitionSpec.UNCONSTRAINED
-        if d in unconstrained and not axes
-        else axes[0]
-        if len(axes) == 1
-        else axes or None
-        for d, axes in enumerate(spec)
-    ]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def shard_count(spec: Spec, mesh_axes: Mapping[str, int]) -> int:
-    """Number of pieces a value of this spec is cut into."""
-    pieces = 1
-    for axes in spec:
-        for axis in axes:
-            pieces *= mesh_axes[axis]
-    return pieces

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import MeshError
-from autoshard.layout import Spec, to_partition_spec
+from autoshard.layout.spec import Spec, to_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.devices.target import Target

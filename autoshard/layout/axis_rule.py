@@ -1,0 +1,66 @@
+"""Axis rules: which logical axis goes to which mesh axis, where."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.errors import RuleError
+
+Occurrence = Literal["first", "last"]
+
+
+EVERYWHERE = "everywhere"
+
+
+OPTIMIZER = "optimizer"
+
+
+_TEXT = re.compile(
+    r"^\s*(?P<role>\S+?)\s*->\s*(?P<axis>[^\s()@][^()@]*?)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """One axis rule.
+
+    Attributes:
+        role: Name of the role.
+        mesh_axis: Name of the mesh axis.
+        occurrence: Which dimension it takes where the role occurs twice in one value.
+        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with ROLE` or `without
+            ROLE` (true of the other roles of the same value).
+
+    >>> str(AxisRule("wq.1", "model"))
+    'wq.1->model'
+    >>> AxisRule.parse("emb.1->data (optimizer)")
+    AxisRule(role='emb.1', mesh_axis='data', occurrence='first', where='optimizer')
+    """
+
+    role: str
+    mesh_axis: str
+    occurrence: Occurrence = "first"
+    where: str = EVERYWHERE
+
+    def __str__(self) -> str:
+        where = "" if self.where == EVERYWHERE else f" ({self.where})"
+        return f"{self.role}->{self.mesh_axis}{where}" + (
+            "" if self.occurrence == "first" else f" @{self.occurrence}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> AxisRule:
+        """Reads what `str` prints.
+
+        Raises:
+            RuleError: If the text is no axis rule.
+        """
+        match = _TEXT.match(text)
+        if match is None:
+            raise RuleError(
+                f"{text!r} is no axis rule. Write 'role->mesh axis', for example 'wq.1->model'."
+            )
+        occurrence: Occurrence = "last" if match["occurrence"] == "last" else "first"
+        return cls(match["role"], match["axis"], occurrence, match["where"] or EVERYWHERE)

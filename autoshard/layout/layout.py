@@ -1,0 +1,84 @@
+"""Stage 4: axis rules to specs, by first-fit with divisibility.
+
+An axis rule sends a role to a mesh axis. For each array the rules are tried in order: a rule takes
+the (first or last) dimension of its role if its mesh axis is still unused in this array and divides
+what is left of the dimension. The same first-fit over the *loops* of an equation says how the work
+itself is split.
+
+Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes
+that axis, the dimensions that no rule split are *open*: inside the function they are left to the
+partitioner (`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned
+replicated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.problem import BoundRule, Fit, Problem, Signature, bind, first_fit
+from autoshard.layout.spec import Spec
+from autoshard.tracing.program import Eqn, Value
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Axis rules bound to a problem: answers what the spec of any value or work is.
+
+    Attributes:
+        problem: The problem.
+        rules: The axis rules, in order.
+        inside: True if constraints are stated at the anchors inside the function; False for
+            arguments only.
+        bound: The rules as numbers, without those of mesh axes with one device.
+    """
+
+    problem: Problem
+    rules: tuple[AxisRule, ...]
+    inside: bool = True
+    bound: tuple[BoundRule, ...] = field(init=False, repr=False)
+    _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self,
+            "bound",
+            tuple(b for rule in self.rules if (b := bind(self.problem, rule)).size > 1),
+        )
+
+    def fit_signature(self, signature: Signature) -> Fit:
+        """First-fit of a signature, remembered."""
+        if signature not in self._memo:
+            roles, sizes, optimizer, barred = signature
+            self._memo[signature] = first_fit(roles, sizes, self.bound, optimizer, barred=barred)
+        return self._memo[signature]
+
+    def fit(self, value: Value) -> Fit:
+        """Spec and open dimensions of a value; a pin decides where there is one."""
+        pin = self.problem.pins.get(value.index)
+        return (
+            self.fit_signature(self.problem.value_signature(value))
+            if pin is None
+            else Fit(pin, frozenset())
+        )
+
+    def work(self, eqn: Eqn) -> Fit:
+        """How the loops of an equation are split, and which loops are open."""
+        return self.fit_signature(self.problem.work_signature(eqn))
+
+    def input_specs(self) -> tuple[Spec, ...]:
+        """Specs of the argument leaves."""
+        return tuple(self.fit(v).spec for v in self.problem.program.body.inputs)
+
+    def output_specs(self) -> tuple[Spec, ...]:
+        """Specs of the output leaves."""
+        return tuple(self.fit(v).spec for v in self.problem.program.body.outputs)
+
+    def key(self) -> str:
+        """Digest of the effective layout: equal for rule lists that split every value and every
+        work alike.
+        """
+        seen = self.problem.signatures if self.inside else self.problem.edge_signatures
+        specs = [self.fit_signature(signature) for signature in seen]
+        return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
