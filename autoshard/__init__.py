@@ -8,6 +8,7 @@
 from autoshard.apply import apply as apply
 from autoshard.bound_plan import Verification as Verification
 from autoshard.check import check as check
+from autoshard.compiler.initialise import init as init
 from autoshard.devices.target import target as target
 from autoshard.errors import ArgumentError as ArgumentError
 from autoshard.errors import AutoshardError as AutoshardError
@@ -31,5 +32,4 @@ from autoshard.layout.axis_rule import AxisRule as AxisRule
 from autoshard.layout.pins import Only as Only
 from autoshard.optimize import optimize as optimize
 from autoshard.plan import Plan as Plan
-from autoshard.start import init as init
 from autoshard.table import SpecTable as SpecTable

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autoshard.bound_plan import Verification
-from autoshard.compile import CompilerOptions
+from autoshard.compiler.compile import CompilerOptions
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.devices.target import mesh_on

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.compiler.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.evidence.candidate import Measured, Verified
 from autoshard.inputs import Inputs, inputs_for
 from autoshard.layout.layout import Layout

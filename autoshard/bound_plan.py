@@ -12,7 +12,8 @@ from typing import Any, Self
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.compiler.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.compiler.transfer import put
 from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.evidence.candidate import Skipped, Trial
 from autoshard.evidence.throughput import Throughput
@@ -24,7 +25,6 @@ from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.functionalize import InPlace
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.tracing.trace import Traced
-from autoshard.transfer import put
 
 log = logging.getLogger("autoshard")
 

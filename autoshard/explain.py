@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from autoshard.bound_plan import BoundPlan
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.breakdown import Purpose, purposes
 from autoshard.cost_model.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
@@ -21,7 +22,6 @@ from autoshard.cost_model.refit import summary_s
 from autoshard.evidence.candidate import Trial
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.evidence.throughput import Throughput
-from autoshard.hlo import read_collectives
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import shard_count

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from autoshard.compiler.transfer import move, put_host, put_keys, same_devices, whole
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import Call
-from autoshard.transfer import move, put_host, put_keys, same_devices, whole
 
 INDEXING = frozenset({"gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice"})
 DEFAULT_BOUND = 100

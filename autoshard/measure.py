@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from autoshard.compile import Compiled
+from autoshard.compiler.compile import Compiled
 from autoshard.evidence.candidate import Measured
 from autoshard.inputs import Inputs
 from autoshard.processes.process_group import ALONE, Peers

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoshard.compile import Compiled, CompilerOptions, build, compile_built
+from autoshard.compiler.compile import Compiled, CompilerOptions, build, compile_built
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
-from autoshard.partition import Partitioned, partition
+from autoshard.shardy.partition import Partitioned, partition
 from autoshard.sites import Site, constraint_text, patch
 from autoshard.statements import Statement, as_constraints, statements_for
 from autoshard.tracing.rewrite import Constraints

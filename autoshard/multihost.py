@@ -26,7 +26,8 @@ import numpy as np
 
 from autoshard import errors
 from autoshard.bench import Bench, Compared
-from autoshard.compile import Built, Compiled
+from autoshard.compiler.compile import Built, Compiled
+from autoshard.compiler.transfer import whole
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
 from autoshard.evidence.candidate import Measured, Skipped, Trial
 from autoshard.evidence.throughput import Throughput
@@ -38,7 +39,6 @@ from autoshard.layout.prepare import Prepared
 from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.process_group import Agreement, Ended
 from autoshard.tracing.signature import Call
-from autoshard.transfer import whole
 
 log = logging.getLogger("autoshard.jobs")
 

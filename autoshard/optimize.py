@@ -19,9 +19,10 @@ from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over
 from autoshard.apply import rebinder
 from autoshard.bench import Bench
 from autoshard.bound_plan import Verification
-from autoshard.compile import CompilerOptions
-from autoshard.compile_cache import CompileCache, default_folder
-from autoshard.compile_pool import CompilePool
+from autoshard.compiler.cache import CompileCache, default_folder
+from autoshard.compiler.compile import CompilerOptions
+from autoshard.compiler.isolated import Isolation
+from autoshard.compiler.pool import CompilePool
 from autoshard.cost_model.backend import backend_for
 from autoshard.cost_model.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Predictor
@@ -32,7 +33,6 @@ from autoshard.errors import (
 )
 from autoshard.evidence.throughput import Throughput, checked_samples
 from autoshard.inputs import inputs_for
-from autoshard.isolate import Isolation
 from autoshard.ladder import Effort, best_so_far, climb
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo

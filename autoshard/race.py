@@ -17,19 +17,19 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from autoshard.bench import Bench
-from autoshard.compile import Built, CompilerOptions, build
+from autoshard.compiler.compile import Built, CompilerOptions, build
+from autoshard.compiler.isolated import Failure, InProcess, Isolation
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.candidate import CompiledEvidence, PartitionedEvidence, Predicted, Trial
 from autoshard.evidence.collectives import CollectiveOp
-from autoshard.isolate import Failure, InProcess, Isolation
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.measure import RunError, ratio_interval
-from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
 from autoshard.search.shorten import Shortener
+from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
 from autoshard.shared import Shared, adopted
 from autoshard.text import bytes_text, seconds_text
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autoshard.compile import Reading, build, evidence_of
-from autoshard.compile_cache import Refusal
-from autoshard.compile_pool import CompilePool, Job, Outcome
+from autoshard.compiler.cache import Refusal
+from autoshard.compiler.compile import Reading, build, evidence_of
+from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables

@@ -24,13 +24,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autoshard.axes.axis_classes import LogicalAxes
+from autoshard.compiler.transfer import whole
 from autoshard.dim_rules import PICK, LoopKind
 from autoshard.evidence.candidate import Verified
 from autoshard.inputs import Inputs
 from autoshard.layout.mesh import MeshInfo
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.trace import Traced
-from autoshard.transfer import whole
 
 FACTOR = 16.0
 LOW_FACTOR = 4.0

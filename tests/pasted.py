@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.evidence.collectives import Collective, summarise
-from autoshard.hlo import read_collectives
 from autoshard.minimise import MinimalConstraints
 from autoshard.plan import Plan
 from autoshard.sites import paste

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.errors import PathError
 from autoshard.evidence.collectives import collective_bytes
 from autoshard.explain import pareto
-from autoshard.hlo import read_collectives
 from autoshard.plan import Plan
 from examples import transformer
 from tests import models

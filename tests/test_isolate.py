@@ -17,14 +17,15 @@ import pytest
 from jax.sharding import Mesh
 
 import autoshard
-from autoshard import Effort, isolate, optimize
-from autoshard.compile import build, compile_built
-from autoshard.compile_worker import Reply
+from autoshard import Effort, optimize
+from autoshard.compiler import isolated
+from autoshard.compiler.compile import build, compile_built
+from autoshard.compiler.isolated import COMMAND, Failure, InProcess, Isolation
+from autoshard.compiler.worker import Reply
 from autoshard.evidence.candidate import CompiledEvidence
-from autoshard.isolate import COMMAND, Failure, InProcess, Isolation
 from autoshard.layout.mesh import resolve_mesh
-from autoshard.partition import Partitioned, PartitionFailure, partition
 from autoshard.plan import Plan
+from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
 from tests.models import mlp_args, mlp_step
 
 HELLO = """
@@ -246,7 +247,7 @@ def test_an_interruption_ends_the_worker(
 
     with Isolation(plans["fsdp"].mesh) as isolation:
         with monkeypatch.context() as patched:
-            patched.setattr(isolate.msgspec.msgpack, "decode", interrupted)
+            patched.setattr(isolated.msgspec.msgpack, "decode", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 isolation.compile(plans["fsdp"].built)
         assert isinstance(isolation.compile(plans["fsdp"].built), CompiledEvidence | InProcess)
@@ -272,8 +273,8 @@ def test_an_interruption_while_the_time_limit_starts_leaves_nothing_behind(
 
 
 def test_replies_survive_the_pipe() -> None:
-    packed = isolate.msgspec.msgpack.encode(Reply(error="x"))
-    assert isolate.msgspec.msgpack.decode(packed, type=Reply) == Reply(error="x")
+    packed = isolated.msgspec.msgpack.encode(Reply(error="x"))
+    assert isolated.msgspec.msgpack.decode(packed, type=Reply) == Reply(error="x")
 
 
 # In a search --------------------------------------------------------------------------------------

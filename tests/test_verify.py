@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.axes.axis_classes import logical_axes
-from autoshard.compile import build
+from autoshard.compiler.compile import build
 from autoshard.evidence.candidate import Verified
 from autoshard.inputs import inputs_for
 from autoshard.layout.mesh import resolve_mesh

@@ -33,7 +33,7 @@ from autoshard.axes.kernels import grid_rule
 from autoshard.axes.sharding_rules.builder import Loops, whole_rule
 from autoshard.dim_rules import DimRule, LoopKind, known_primitives, rule_of
 from autoshard.jax_internals import executables, jaxprs
-from autoshard.op_rules import LoweredOps, lowered_ops
+from autoshard.shardy.op_rules import LoweredOps, lowered_ops
 from autoshard.tracing.program import Eqn
 
 OPENED = frozenset({"ffi_call", "custom_partitioning"})

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from autoshard.compile import CompilerOptions, build, compile_built
+from autoshard.compiler.compile import CompilerOptions, build, compile_built
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
-from autoshard.partition import Partitioned, partition
+from autoshard.shardy.partition import Partitioned, partition
 from tests.stages import QUICKLY
 
 Evidence = dict[str, Any]

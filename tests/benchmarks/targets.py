@@ -27,9 +27,9 @@ import numpy as np
 from scipy.stats import spearmanr
 
 import autoshard
-from autoshard.compile import Reading
-from autoshard.compile_cache import CompileCache, Refusal, default_folder
-from autoshard.compile_pool import CompilePool, Job, Outcome
+from autoshard.compiler.cache import CompileCache, Refusal, default_folder
+from autoshard.compiler.compile import Reading
+from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.evidence.candidate import CompiledEvidence, Predicted
 from autoshard.layout.axis_rule import AxisRule

@@ -42,11 +42,11 @@ import jax
 from jax.sharding import NamedSharding
 
 import autoshard
-from autoshard.compile import build, compile_built, evidence_of, figures_of, read_program
+from autoshard.compiler.compile import build, compile_built, evidence_of, figures_of, read_program
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
-from autoshard.hlo import read_collectives
 from autoshard.layout.layout import Layout
 from autoshard.race import step_s
 from autoshard.search.presets import presets

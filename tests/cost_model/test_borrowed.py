@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from autoshard.compile import build, compile_built
+from autoshard.compiler.compile import build, compile_built
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.borrowed import borrowed
 from autoshard.cost_model.hardware import h100

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.compile import build, compile_built
+from autoshard.compiler.compile import build, compile_built
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.halo import Window, halo_elements
 from autoshard.cost_model.hardware import cpu

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.compile import build, compile_built
+from autoshard.compiler.compile import build, compile_built
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.hardware import cpu
 from autoshard.cost_model.predict import Predictor

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from scipy.stats import spearmanr
 
-from autoshard.compile import build, compile_built
+from autoshard.compiler.compile import build, compile_built
 from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
 from autoshard.cost_model.hardware import Hardware, Link, cpu, h100
 from autoshard.cost_model.predict import Prediction, Predictor

@@ -14,7 +14,7 @@ from rule_check import Application, run
 
 from autoshard.axes.infer_rules import stated_rule
 from autoshard.dim_rules import DimRule, LoopKind, known_primitives
-from autoshard.op_rules import lowered_ops
+from autoshard.shardy.op_rules import lowered_ops
 
 _EXACT_WINDOWS = (
     "windows that tile the dimension need no halo; the compiler's rule does not look at strides"

@@ -8,10 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autoshard.compiler.hlo_collectives import read_collectives, read_full_remat_warnings
+from autoshard.compiler.hlo_text import (
+    parse_instruction,
+    shape_bytes,
+    tuple_elements,
+    without_layout,
+)
 from autoshard.evidence.collectives import Collective, collective_bytes, ring_bytes, summarise
 from autoshard.evidence.replica_groups import MeshCoordinates, parse_groups
-from autoshard.hlo import read_collectives, read_full_remat_warnings
-from autoshard.hlo_text import parse_instruction, shape_bytes, tuple_elements, without_layout
 
 PROGRAMS = Path(__file__).parent / "programs"
 MESH = {"data": 4, "model": 2}

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from train_steps import lower
 
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.evidence.collectives import Collective, collective_bytes, summarise
-from autoshard.hlo import read_collectives
-from autoshard.partition import Partitioned, partition
+from autoshard.shardy.partition import Partitioned, partition
 
 DATA, MODEL = ("data",), ("model",)
 BOTH = ("data", "model")

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from train_steps import BATCH, D_FF, D_MODEL, LAYERS, lower, mlp_step
 
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.evidence.collectives import CollectiveOp, collective_bytes, summarise
-from autoshard.hlo import read_collectives
-from autoshard.op_rules import op_sharding_rule
-from autoshard.partition import Partitioned, PartitionFailure, partition
+from autoshard.shardy.op_rules import op_sharding_rule
+from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
 
 
 def both(lowered: Any, mesh: Mesh) -> tuple[Partitioned, tuple[CollectiveOp, ...]]:
@@ -147,7 +147,7 @@ def test_a_failure_is_a_value_and_prints_nothing(
     unknown_axis = partition(lowered, {"data": 4})
     assert isinstance(unknown_axis, PartitionFailure)
     assert "model" in unknown_axis.reason
-    monkeypatch.setattr("autoshard.partition._PIPELINE", "builtin.module(no-such-pass)")
+    monkeypatch.setattr("autoshard.shardy.partition._PIPELINE", "builtin.module(no-such-pass)")
     failed = partition(lowered, dict(mesh.shape))
     assert isinstance(failed, PartitionFailure)
     assert failed.reason.startswith("Shardy's passes: ")
@@ -155,7 +155,7 @@ def test_a_failure_is_a_value_and_prints_nothing(
     # two import passes in the wrong order: the first one runs, the second one breaks an invariant
     # that MLIR checks
     broken = "sdy-import-func-calls,sdy-import-pipeline,sdy-user-priority-propagate"
-    monkeypatch.setattr("autoshard.partition._PIPELINE", f"builtin.module({broken})")
+    monkeypatch.setattr("autoshard.shardy.partition._PIPELINE", f"builtin.module({broken})")
     failed = partition(mlp_step(mesh, "fsdp"), dict(mesh.shape))
     assert isinstance(failed, PartitionFailure)
     assert "sdy.data_flow_edge" in failed.reason

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.compile import build, compile_built
+from autoshard.compiler.compile import build, compile_built
+from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.backend import CPU
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.collectives import CollectiveOp
-from autoshard.hlo import read_collectives
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.race import step_s

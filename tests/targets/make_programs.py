@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autoshard import isolate
-from autoshard.compile_worker import Reply
-from autoshard.isolate import Failure, Isolation
+from autoshard.compiler import isolated
+from autoshard.compiler.isolated import Failure, Isolation
+from autoshard.compiler.worker import Reply
 from autoshard.jax_internals import executables
 from tests.targets.steps import plan
 
@@ -48,7 +48,7 @@ def main() -> None:
             assert request is not None
             worker = isolation._ready_worker(request.device_ids)
             assert worker is not None
-            reply = worker.exchange(msgspec.msgpack.encode(request), Reply, isolate.START_LIMIT_S)
+            reply = worker.exchange(msgspec.msgpack.encode(request), Reply, isolated.START_LIMIT_S)
         assert not isinstance(reply, Failure), reply
         assert reply.figures is not None, reply.error
         text = _PAYLOADS.sub(shortened, reply.text)

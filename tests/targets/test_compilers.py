@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from autoshard import Effort, NoFeasiblePlanError, optimize
-from autoshard.compile import Reading
-from autoshard.compile_cache import CompileCache, Refusal
-from autoshard.compile_pool import CompilePool, Job, Outcome
+from autoshard.compiler.cache import CompileCache, Refusal
+from autoshard.compiler.compile import Reading
+from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.jax_internals import executables
 from tests.targets.steps import args, plan, step
 

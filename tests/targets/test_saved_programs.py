@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.compiler.hlo_collectives import read_collectives
+from autoshard.compiler.hlo_cycles import read_cycles
 from autoshard.evidence.collectives import Collective, summarise
-from autoshard.hlo import read_collectives
-from autoshard.hlo_cycles import read_cycles
 
 PROGRAMS = Path(__file__).parent / "programs"
 WEIGHT = 8 * 2**20

@@ -11,8 +11,8 @@ import pytest
 
 import autoshard
 from autoshard import Effort, ExtraError, TargetError, optimize
-from autoshard.compile_cache import CompileCache, Refusal, Stored, program_key
-from autoshard.compile_pool import read_refusal
+from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
+from autoshard.compiler.pool import read_refusal
 from autoshard.cost_model.hardware import PRESETS
 from autoshard.devices.parts import GPUS
 from autoshard.devices.target import parse_target

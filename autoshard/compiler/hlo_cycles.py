@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 
-from autoshard.hlo_text import Computation, HloProgram, Instruction, parse_program
-from autoshard.hlo_trips import trip_count
+from autoshard.compiler.hlo_text import Computation, HloProgram, Instruction, parse_program
+from autoshard.compiler.hlo_trip_counts import trip_count
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _UNKNOWN = 2**62

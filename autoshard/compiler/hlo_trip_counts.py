@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autoshard.hlo_text import Computation, HloProgram, Instruction
+from autoshard.compiler.hlo_text import Computation, HloProgram, Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INTEGER = re.compile(r"-?\d+")

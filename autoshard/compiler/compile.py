@@ -20,10 +20,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from autoshard.compiler.hlo_collectives import read_collectives, read_full_remat_warnings
+from autoshard.compiler.hlo_cycles import read_cycles
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.evidence.collectives import CollectiveOp, collective_bytes, summarise
-from autoshard.hlo import read_collectives, read_full_remat_warnings
-from autoshard.hlo_cycles import read_cycles
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo

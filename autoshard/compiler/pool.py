@@ -12,10 +12,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
-from autoshard.compile import Built, CompilerOptions, Reading
-from autoshard.compile_cache import CompileCache, Refusal, Stored, program_key
+from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
+from autoshard.compiler.compile import Built, CompilerOptions, Reading
+from autoshard.compiler.isolated import Failure, Isolation
 from autoshard.errors import TargetError
-from autoshard.isolate import Failure, Isolation
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
 

@@ -1,7 +1,7 @@
 """The process that `isolate` keeps beside the search: partitions or compiles what it is sent, and
 answers with figures.
 
-Started as `python -m autoshard.compile_worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the
+Started as `python -m autoshard.compiler.worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the
 devices that the process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what
 compilers and libraries print cannot get between the messages. It ends when the other end is closed.
 """
@@ -21,11 +21,11 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autoshard.compile import Figures, figures_of
+from autoshard.compiler.compile import Figures, figures_of
 from autoshard.devices.target import Target
 from autoshard.devices.topology import open_devices
 from autoshard.jax_internals import executables
-from autoshard.partition import Partitioned, PartitionFailure, partition_module
+from autoshard.shardy.partition import Partitioned, PartitionFailure, partition_module
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,15 @@ from typing import Any, TypeVar
 import jax
 import msgspec
 
-from autoshard.compile import Built, CompilerOptions, Reading, evidence_of, read_program
-from autoshard.compile_worker import Reply, Request
+from autoshard.compiler.compile import Built, CompilerOptions, Reading, evidence_of, read_program
+from autoshard.compiler.worker import Reply, Request
 from autoshard.devices import topology
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
-from autoshard.partition import Partitioned, PartitionFailure
+from autoshard.shardy.partition import Partitioned, PartitionFailure
 
-COMMAND = (sys.executable, "-P", "-m", "autoshard.compile_worker")
+COMMAND = (sys.executable, "-P", "-m", "autoshard.compiler.worker")
 
 START_LIMIT_S = 120.0
 """Starting takes a second or two from a local disk; a busy machine and a network file system are

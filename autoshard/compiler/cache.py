@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import msgspec
 
-from autoshard.compile import Reading
+from autoshard.compiler.compile import Reading
 from autoshard.devices.target import Target
 
 FORMAT = 2

@@ -25,9 +25,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.evidence.collectives import CollectiveOp, collective_bytes, ring_bytes
-from autoshard.evidence.replica_groups import MeshCoordinates, parse_groups
-from autoshard.hlo_text import (
+from autoshard.compiler.hlo_text import (
     Computation,
     HloProgram,
     Instruction,
@@ -36,7 +34,9 @@ from autoshard.hlo_text import (
     tuple_elements,
     without_layout,
 )
-from autoshard.hlo_trips import trip_count
+from autoshard.compiler.hlo_trip_counts import trip_count
+from autoshard.evidence.collectives import CollectiveOp, collective_bytes, ring_bytes
+from autoshard.evidence.replica_groups import MeshCoordinates, parse_groups
 
 _KINDS = {
     "all-gather": "all_gather",
