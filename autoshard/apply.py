@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from autoshard.bound_plan import Verification
 from autoshard.compiler.compile import CompilerOptions
-from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.devices.target import mesh_on
 from autoshard.errors import (

@@ -12,11 +12,11 @@ import jax
 import typer
 
 from autoshard.apply import apply
-from autoshard.cost_model.backend import backend_for
-from autoshard.cost_model.breakdown import Purpose, breakdown
-from autoshard.cost_model.calibrate import ROUNDS, Calibration
-from autoshard.cost_model.calibrate import calibrate as measure_devices
-from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.hardware.backend import backend_for
+from autoshard.cost_model.hardware.calibrate import ROUNDS, Calibration
+from autoshard.cost_model.hardware.calibrate import calibrate as measure_devices
+from autoshard.cost_model.hardware.hardware import hardware_for
+from autoshard.cost_model.memory_breakdown import Purpose, breakdown
 from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import ArgumentError, HardwareError
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from autoshard.bound_plan import BoundPlan
 from autoshard.compiler.hlo_collectives import read_collectives
-from autoshard.cost_model.breakdown import Purpose, purposes
-from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.hardware.hardware import Hardware
+from autoshard.cost_model.hardware.refit import summary_s
+from autoshard.cost_model.memory_breakdown import Purpose, purposes
 from autoshard.cost_model.predict import Predictor
-from autoshard.cost_model.refit import summary_s
 from autoshard.evidence.candidate import Trial
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.evidence.throughput import Throughput

@@ -23,8 +23,8 @@ from autoshard.compiler.cache import CompileCache, default_folder
 from autoshard.compiler.compile import CompilerOptions
 from autoshard.compiler.isolated import Isolation
 from autoshard.compiler.pool import CompilePool
-from autoshard.cost_model.backend import backend_for
-from autoshard.cost_model.hardware import Hardware, hardware_for
+from autoshard.cost_model.hardware.backend import backend_for
+from autoshard.cost_model.hardware.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.devices.target import mesh_on
 from autoshard.devices.topology import require_compiler

@@ -21,8 +21,8 @@ from rich.table import Table
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.bound_plan import BoundPlan
 from autoshard.compiler.compile import Compiled, build, compile_built
-from autoshard.cost_model.backend import backend_for
-from autoshard.cost_model.hardware import Hardware, hardware_for
+from autoshard.cost_model.hardware.backend import backend_for
+from autoshard.cost_model.hardware.hardware import Hardware, hardware_for
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.errors import PathError
 from autoshard.layout.axis_rule import AxisRule

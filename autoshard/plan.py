@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from autoshard.bound_plan import BoundPlan
-from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.explain import Explanation, explain
 from autoshard.layout.pins import PinMap
 from autoshard.minimise import MinimalConstraints, minimise

@@ -15,7 +15,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
-from autoshard.cost_model.refit import Factors, Parts, parts_of, refit, time_s
+from autoshard.cost_model.hardware.refit import Factors, Parts, parts_of, refit, time_s
 from autoshard.evidence.collectives import Collective
 from autoshard.race import Candidate, Race
 

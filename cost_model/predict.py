@@ -20,17 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.argument_groups import Group
-from autoshard.cost_model.backend import ACCELERATOR, Backend
-from autoshard.cost_model.born import born_values
-from autoshard.cost_model.borrowed import borrowed
-from autoshard.cost_model.classes import find_classes
-from autoshard.cost_model.collectives import collective_s, joint
-from autoshard.cost_model.costs import Costs
-from autoshard.cost_model.hardware import Hardware
-from autoshard.cost_model.memory import memory_table
-from autoshard.cost_model.peak import MemoryColumn, Peak
-from autoshard.cost_model.schedule import schedules
-from autoshard.cost_model.sums import find_sums
+from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
+from autoshard.cost_model.hardware.collectives import collective_s, joint
+from autoshard.cost_model.hardware.hardware import Hardware
+from autoshard.cost_model.memory.all_reduce_combining import find_sums
+from autoshard.cost_model.memory.liveness import memory_table
+from autoshard.cost_model.memory.peak_memory import MemoryColumn, Peak
+from autoshard.cost_model.program.applied_constraints import born_values
+from autoshard.cost_model.program.equation_classes import find_classes
+from autoshard.cost_model.program.fusion_schedule import schedules
+from autoshard.cost_model.program.propagation import borrowed
+from autoshard.cost_model.step_time.cost_tables import Costs
 from autoshard.evidence.collectives import KINDS, Collective
 from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule

@@ -14,8 +14,8 @@ import pytest
 
 import autoshard
 from autoshard.advice import Advised, advise, find_fused, separated
-from autoshard.cost_model.backend import backend_for
-from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.hardware.backend import backend_for
+from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.search.proposer import propose
 from tests.stages import array, mesh_of, prepared

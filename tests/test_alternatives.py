@@ -11,8 +11,8 @@ import pytest
 
 import autoshard
 from autoshard.alternatives import axis_names, mesh_shapes
-from autoshard.cost_model.backend import CPU
-from autoshard.cost_model.hardware import Link, h100
+from autoshard.cost_model.hardware.backend import CPU
+from autoshard.cost_model.hardware.hardware import Link, h100
 from autoshard.cost_model.predict import Predictor
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError
 from autoshard.search.proposer import propose

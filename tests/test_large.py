@@ -10,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard import Effort, race
-from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.hardware.hardware import hardware_for
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 
 TINY = dataclasses.replace(hardware_for("cpu"), memory_bytes=40_000)

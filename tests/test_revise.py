@@ -10,8 +10,8 @@ import pytest
 
 import autoshard
 from autoshard import bench, ladder, revise
-from autoshard.cost_model.hardware import Hardware, Link, hardware_for
-from autoshard.cost_model.refit import parts_of, time_s
+from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
+from autoshard.cost_model.hardware.refit import parts_of, time_s
 from autoshard.evidence.candidate import Measured, Trial
 from autoshard.evidence.collectives import Collective
 from autoshard.ladder import Effort

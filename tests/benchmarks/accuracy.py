@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from scipy.stats import spearmanr
 
-from autoshard.cost_model.hardware import cpu
+from autoshard.cost_model.hardware.hardware import cpu
 from tests.benchmarks.evidence_store import EvidenceStore, by_kind
 from tests.benchmarks.suite import MESHES, MODELS, setting
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from autoshard.axes.argument_groups import find_groups
 from autoshard.axes.axis_classes import logical_axes
 from autoshard.axes.logical_axes import find_roles
-from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.problem import Problem

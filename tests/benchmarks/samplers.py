@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import optuna
 
-from autoshard.cost_model.backend import backend_for
+from autoshard.cost_model.hardware.backend import backend_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.search.space import Space, make_space, rules_of
 from tests.search.test_regret import CASES, HARDWARE, of_case, proposals

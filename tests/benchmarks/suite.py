@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autoshard.cost_model.backend import CPU
-from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.hardware.backend import CPU
+from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout

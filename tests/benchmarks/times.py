@@ -22,9 +22,9 @@ import jax
 import numpy as np
 from scipy.stats import spearmanr
 
-from autoshard.cost_model.calibrate import calibrate
-from autoshard.cost_model.hardware import Hardware, cpu
-from autoshard.cost_model.refit import summary_s
+from autoshard.cost_model.hardware.calibrate import calibrate
+from autoshard.cost_model.hardware.hardware import Hardware, cpu
+from autoshard.cost_model.hardware.refit import summary_s
 from autoshard.inputs import inputs_for
 from autoshard.measure import measure
 from tests.benchmarks.evidence_store import gather

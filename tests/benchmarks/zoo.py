@@ -44,8 +44,8 @@ from jax.sharding import NamedSharding
 import autoshard
 from autoshard.compiler.compile import build, compile_built, evidence_of, figures_of, read_program
 from autoshard.compiler.hlo_collectives import read_collectives
-from autoshard.cost_model.backend import CPU
-from autoshard.cost_model.hardware import hardware_for
+from autoshard.cost_model.hardware.backend import CPU
+from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.layout import Layout
 from autoshard.race import step_s

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import autoshard
-from autoshard.cost_model.hardware import Hardware, hardware_for
+from autoshard.cost_model.hardware.hardware import Hardware, hardware_for
 
 EFFORT = autoshard.Effort(compiled=3, measured=0)
 STATICS = ("static_argnums", "static_argnames")

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import Mesh
 
 from autoshard.compiler.compile import build, compile_built
-from autoshard.cost_model.backend import CPU
-from autoshard.cost_model.borrowed import borrowed
-from autoshard.cost_model.hardware import h100
+from autoshard.cost_model.hardware.backend import CPU
+from autoshard.cost_model.hardware.hardware import h100
 from autoshard.cost_model.predict import Predictor
+from autoshard.cost_model.program.propagation import borrowed
 from autoshard.layout.placements import Placements
 from tests.stages import array, layout_of, mesh_of, prepared
 

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from autoshard.cli import app
-from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
-from autoshard.cost_model.breakdown import Purpose, breakdown
-from autoshard.cost_model.hardware import h100
+from autoshard.cost_model.hardware.backend import ACCELERATOR, CPU, Backend
+from autoshard.cost_model.hardware.hardware import h100
+from autoshard.cost_model.memory_breakdown import Purpose, breakdown
 from autoshard.cost_model.predict import Predictor
 from tests.stages import array, layout_of, mesh_of, prepared
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoshard.cost_model.hardware import cpu
+from autoshard.cost_model.hardware.hardware import cpu
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from tests.benchmarks.accuracy import bytes_error, kinds, rank

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost_model.collectives import (
+from autoshard.cost_model.hardware.collectives import (
     all_gather_s,
     all_reduce_s,
     collective_permute_s,
@@ -15,7 +15,7 @@ from autoshard.cost_model.collectives import (
     reduce_scatter_s,
     sent_bytes,
 )
-from autoshard.cost_model.hardware import Hardware, Link
+from autoshard.cost_model.hardware.hardware import Hardware, Link
 from autoshard.errors import HardwareError
 from autoshard.evidence.collectives import KINDS
 

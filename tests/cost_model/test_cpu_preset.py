@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.cost_model.collectives import collective_s
-from autoshard.cost_model.hardware import cpu
+from autoshard.cost_model.hardware.collectives import collective_s
+from autoshard.cost_model.hardware.hardware import cpu
 
 pytestmark = pytest.mark.bench
 # a busy machine, or another one; and the model gives a collective_permute one step, XLA:CPU a

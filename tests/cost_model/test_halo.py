@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.compiler.compile import build, compile_built
-from autoshard.cost_model.backend import CPU
-from autoshard.cost_model.halo import Window, halo_elements
-from autoshard.cost_model.hardware import cpu
+from autoshard.cost_model.hardware.backend import CPU
+from autoshard.cost_model.hardware.hardware import cpu
 from autoshard.cost_model.predict import Predictor
+from autoshard.cost_model.program.halo import Window, halo_elements
 from autoshard.layout.constraints import constraints_for
 from tests.stages import QUICKLY, array, layout_of, mesh_of, prepared
 

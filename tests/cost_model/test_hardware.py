@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost_model.hardware import PRESETS, Hardware, Link, cpu, h100, hardware_for
+from autoshard.cost_model.hardware.hardware import PRESETS, Hardware, Link, cpu, h100, hardware_for
 from autoshard.errors import AutoshardError, HardwareError
 
 LINK = Link(alpha_s=1e-6, bytes_per_s=1e9)

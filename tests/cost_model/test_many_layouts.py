@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost_model.hardware import Hardware, Link, h100
-from autoshard.cost_model.peak import _vertices
+from autoshard.cost_model.hardware.hardware import Hardware, Link, h100
+from autoshard.cost_model.memory.peak_memory import _vertices
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.axis_rule import AxisRule, Occurrence
 from autoshard.layout.layout import Layout
@@ -73,7 +73,7 @@ def test_points_of_like_layers_are_dropped_and_the_peak_stays(
     problem, donated = made.problem, made.traced.call.donated
     pruned = Predictor(problem, h100, donated)
     monkeypatch.setattr(
-        "autoshard.cost_model.peak._vertices", lambda rows, work: np.arange(len(rows))
+        "autoshard.cost_model.memory.peak_memory._vertices", lambda rows, work: np.arange(len(rows))
     )
     whole = Predictor(problem, h100, donated)
     assert pruned.points < 0.7 * whole.points

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.cost_model.hardware import h100
-from autoshard.cost_model.memory import memory_table
+from autoshard.cost_model.hardware.hardware import h100
+from autoshard.cost_model.memory.liveness import memory_table
 from autoshard.cost_model.predict import Prediction, Predictor
 from tests.stages import array, layout_of, mesh_of, prepared, traced
 

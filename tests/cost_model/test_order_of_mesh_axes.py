@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.cost_model.moves import _shuffled
+from autoshard.cost_model.step_time.reshard import _shuffled
 
 CASES = {
     "an axis comes before the one that stays": (P("b"), P(("a", "b")), True),

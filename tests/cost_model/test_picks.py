@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.compiler.compile import build, compile_built
-from autoshard.cost_model.backend import CPU
-from autoshard.cost_model.hardware import cpu
+from autoshard.cost_model.hardware.backend import CPU
+from autoshard.cost_model.hardware.hardware import cpu
 from autoshard.cost_model.predict import Predictor
 from tests.stages import QUICKLY, array, layout_of, mesh_of, prepared
 

@@ -13,8 +13,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from autoshard.compiler.compile import build, compile_built
-from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
-from autoshard.cost_model.hardware import Hardware, Link, cpu, h100
+from autoshard.cost_model.hardware.backend import ACCELERATOR, CPU, Backend
+from autoshard.cost_model.hardware.hardware import Hardware, Link, cpu, h100
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout.layout import Layout

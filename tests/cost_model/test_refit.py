@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from autoshard.cost_model.collectives import collective_s
-from autoshard.cost_model.hardware import Hardware, Link, hardware_for
-from autoshard.cost_model.refit import Factors, Parts, parts_of, refit, summary_s, time_s
+from autoshard.cost_model.hardware.collectives import collective_s
+from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
+from autoshard.cost_model.hardware.refit import Factors, Parts, parts_of, refit, summary_s, time_s
 from autoshard.evidence.collectives import Collective, ring_bytes
 
 DATA, MODEL = ("data",), ("model",)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost_model.backend import ACCELERATOR, CPU, Backend
-from autoshard.cost_model.hardware import h100
+from autoshard.cost_model.hardware.backend import ACCELERATOR, CPU, Backend
+from autoshard.cost_model.hardware.hardware import h100
 from autoshard.cost_model.predict import Predictor
 from tests.stages import array, layout_of, mesh_of, prepared
 

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoshard.cost_model.hardware import Hardware, h100
+from autoshard.cost_model.hardware.hardware import Hardware, h100
 from autoshard.errors import ArgumentError, AutoshardError, HardwareError, StudyError
 from autoshard.evidence.candidate import Trial
 from autoshard.job import Job, parse_job

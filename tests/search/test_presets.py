@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.cost_model.hardware import h100
+from autoshard.cost_model.hardware.hardware import h100
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.candidate import Skipped
 from autoshard.layout.layout import Layout

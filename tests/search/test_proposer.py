@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from autoshard.cost_model.hardware import Link, h100
+from autoshard.cost_model.hardware.hardware import Link, h100
 from autoshard.cost_model.predict import Predictions, Predictor
 from autoshard.layout.prepare import Prepared
 from autoshard.search.presets import ORDER

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.cost_model.backend import backend_for
-from autoshard.cost_model.hardware import Hardware, Link, cpu, hardware_for
+from autoshard.cost_model.hardware.backend import backend_for
+from autoshard.cost_model.hardware.hardware import Hardware, Link, cpu, hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.prepare import Prepared
 from autoshard.search.proposer import Proposals, propose

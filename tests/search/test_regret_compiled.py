@@ -17,7 +17,7 @@ import pytest
 import autoshard
 from autoshard.compiler.compile import build, compile_built
 from autoshard.compiler.hlo_collectives import read_collectives
-from autoshard.cost_model.backend import CPU
+from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.predict import Predictor
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.layout.layout import Layout

@@ -13,7 +13,7 @@ import autoshard
 from autoshard import Effort, ExtraError, TargetError, optimize
 from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
 from autoshard.compiler.pool import read_refusal
-from autoshard.cost_model.hardware import PRESETS
+from autoshard.cost_model.hardware.hardware import PRESETS
 from autoshard.devices.parts import GPUS
 from autoshard.devices.target import parse_target
 from autoshard.layout.mesh import resolve_mesh

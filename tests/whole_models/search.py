@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import autoshard
-from autoshard.cost_model.hardware import Hardware, Link, tpu_v5e
+from autoshard.cost_model.hardware.hardware import Hardware, Link, tpu_v5e
 from tests.whole_models.model import WholeModel
 
 SHRUNK = 64

@@ -42,8 +42,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from autoshard.cost_model.collectives import collective_s
-from autoshard.cost_model.hardware import Hardware, Link, hardware_for
+from autoshard.cost_model.hardware.collectives import collective_s
+from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
 from autoshard.errors import HardwareError
 from autoshard.evidence.collectives import KINDS
 

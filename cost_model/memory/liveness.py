@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.backend import ACCELERATOR, Backend
-from autoshard.cost_model.schedule import Buffer, Schedule, schedules
+from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
+from autoshard.cost_model.program.fusion_schedule import Buffer, Schedule, schedules
 from autoshard.tracing.program import Body, Eqn, Flow, Program, Value
 
 END = 1 << 60

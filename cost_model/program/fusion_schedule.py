@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.cost_model.backend import Backend
-from autoshard.cost_model.compute import EXPENSIVE, FUSED, REDUCTIONS
+from autoshard.cost_model.hardware.backend import Backend
+from autoshard.cost_model.program.flops import EXPENSIVE, FUSED, REDUCTIONS
 from autoshard.tracing.program import Body, Eqn, Flow, Value
 
 Buffer = tuple[Value, tuple[int, ...]]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.cost_model.born import Columns
-from autoshard.cost_model.classes import Operand
-from autoshard.cost_model.moves import Array
+from autoshard.cost_model.program.applied_constraints import Columns
+from autoshard.cost_model.program.equation_classes import Operand
+from autoshard.cost_model.step_time.reshard import Array
 from autoshard.dim_rules import DimRule
 from autoshard.layout.constraints import closed_dims
 from autoshard.layout.placements import Placements

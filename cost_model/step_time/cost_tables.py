@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.axis_classes import COPIES
-from autoshard.cost_model.backend import Backend
-from autoshard.cost_model.born import Columns, Readers
-from autoshard.cost_model.classes import Classes, Operand, Uses, Work
-from autoshard.cost_model.hardware import Hardware
-from autoshard.cost_model.moves import Array, Links, Moves, Specs
-from autoshard.cost_model.reads import Ragged, Reads
-from autoshard.cost_model.rows import Group, Held
-from autoshard.cost_model.shifts import Shifts, Turned
+from autoshard.cost_model.hardware.backend import Backend
+from autoshard.cost_model.hardware.hardware import Hardware
+from autoshard.cost_model.program.applied_constraints import Columns, Readers
+from autoshard.cost_model.program.equation_classes import Classes, Operand, Uses, Work
+from autoshard.cost_model.step_time.halo_tables import Shifts, Turned
+from autoshard.cost_model.step_time.operand_tables import Ragged, Reads
+from autoshard.cost_model.step_time.reshard import Array, Links, Moves, Specs
+from autoshard.cost_model.step_time.row_index import Group, Held
 from autoshard.dim_rules import PICK, LoopKind
 from autoshard.layout.constraints import ANCHORS
 from autoshard.layout.placements import OPEN, Placements

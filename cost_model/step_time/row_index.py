@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.moves import Array
+from autoshard.cost_model.step_time.reshard import Array
 from autoshard.layout.placements import Placements
 
 

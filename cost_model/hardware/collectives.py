@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from autoshard.cost_model.hardware import Hardware, Link
+from autoshard.cost_model.hardware.hardware import Hardware, Link
 from autoshard.errors import HardwareError
 from autoshard.evidence.collectives import ring_bytes
 
@@ -220,7 +220,7 @@ def joint(
         The link with the fewest bytes/s (the larger latency decides among equals), and the product
         of the sizes.
 
-    >>> from autoshard.cost_model.hardware import h100
+    >>> from autoshard.cost_model.hardware.hardware import h100
     >>> slow_data = h100.with_links({"data": Link(alpha_s=14e-6, bytes_per_s=5e10)})
     >>> joint(slow_data, {"data": 4, "model": 8}, ("data", "model"))
     (Link(alpha_s=1.4e-05, bytes_per_s=50000000000.0, topology='switch'), 32)

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from autoshard.cost_model.borrowed import Borrowed
-from autoshard.cost_model.classes import Classes, Uses
-from autoshard.cost_model.costs import CopyColumns
-from autoshard.cost_model.memory import MemoryTable
-from autoshard.cost_model.moves import Array
-from autoshard.cost_model.sums import Sums
+from autoshard.cost_model.memory.all_reduce_combining import Sums
+from autoshard.cost_model.memory.liveness import MemoryTable
+from autoshard.cost_model.program.equation_classes import Classes, Uses
+from autoshard.cost_model.program.propagation import Borrowed
+from autoshard.cost_model.step_time.cost_tables import CopyColumns
+from autoshard.cost_model.step_time.reshard import Array
 from autoshard.layout.placements import Placements
 
 WINDOW = 8

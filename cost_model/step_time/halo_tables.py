@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.halo import ASIDE, GATHERED, exchanges, shards_sent
-from autoshard.cost_model.moves import Array, Moves, Specs
+from autoshard.cost_model.program.halo import ASIDE, GATHERED, exchanges, shards_sent
+from autoshard.cost_model.step_time.reshard import Array, Moves, Specs
 from autoshard.dim_rules import DimRule
 from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn, Value

@@ -14,9 +14,9 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from autoshard.axes.argument_groups import Group
-from autoshard.cost_model.backend import ACCELERATOR, Backend
-from autoshard.cost_model.hardware import Hardware
-from autoshard.cost_model.memory import memory_table
+from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
+from autoshard.cost_model.hardware.hardware import Hardware
+from autoshard.cost_model.memory.liveness import memory_table
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem

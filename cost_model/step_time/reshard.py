@@ -14,8 +14,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.collectives import collective_s, joint
-from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.hardware.collectives import collective_s, joint
+from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.evidence.collectives import KINDS, ring_bytes
 from autoshard.layout.placements import ABSENT, Placements
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from autoshard.cost_model.collectives import joint
-from autoshard.cost_model.hardware import Hardware
+from autoshard.cost_model.hardware.collectives import joint
+from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.evidence.collectives import Collective
 
 ROUNDS = 20
