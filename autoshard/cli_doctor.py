@@ -19,7 +19,12 @@ import typer
 
 from autoshard.errors import AutoshardError
 from autoshard.factory import use_cpu_devices
-from autoshard.search.connect import close_storage, open_storage, study_names, without_password
+from autoshard.search.study.storage import (
+    close_storage,
+    open_storage,
+    study_names,
+    without_password,
+)
 
 CONNECT_S = 5.0
 

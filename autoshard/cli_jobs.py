@@ -23,9 +23,14 @@ from autoshard.events import log_events
 from autoshard.factory import use_cpu_devices, use_processes
 from autoshard.job import Job, read_job, run_job
 from autoshard.processes.supervisor import supervise
-from autoshard.search.connect import close_storage, open_storage, study_names, without_password
-from autoshard.search.tasks import Tasks
-from autoshard.standing import standing_json, standing_of, standing_text
+from autoshard.search.study.status import standing_json, standing_of, standing_text
+from autoshard.search.study.storage import (
+    close_storage,
+    open_storage,
+    study_names,
+    without_password,
+)
+from autoshard.search.study.task_queue import Tasks
 from autoshard.text import seconds_text
 
 WATCH_S = 2.0

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 
-from autoshard.search.connect import without_password
+from autoshard.search.study.storage import without_password
 
 
 class _Line(logging.Formatter):

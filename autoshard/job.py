@@ -36,9 +36,9 @@ from autoshard.ladder import Effort
 from autoshard.layout.pins import Only
 from autoshard.optimize import optimize
 from autoshard.plan import Plan
-from autoshard.search.connect import without_password
-from autoshard.search.tasks import LEASE_S, NEEDS, Need
-from autoshard.shared import Sharing
+from autoshard.search.study.shared_evaluation import Sharing
+from autoshard.search.study.storage import without_password
+from autoshard.search.study.task_queue import LEASE_S, NEEDS, Need
 
 LARGEST_BYTES = 2**20
 """Of a job file; one is a page long."""

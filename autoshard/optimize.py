@@ -43,7 +43,7 @@ from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.progress import Progress
 from autoshard.race import Candidate, Race
 from autoshard.search.proposer import Proposals, propose
-from autoshard.shared import Sharing, join
+from autoshard.search.study.shared_evaluation import Sharing, join
 from autoshard.target_ladder import climb_target
 from autoshard.text import parse_bytes
 from autoshard.tracing.carry import Carry

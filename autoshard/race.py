@@ -28,9 +28,9 @@ from autoshard.layout.prepare import Prepared
 from autoshard.measure import RunError, ratio_interval
 from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
-from autoshard.search.shorten import Shortener
+from autoshard.search.simplify_rules import Shortener
+from autoshard.search.study.shared_evaluation import Shared, adopted
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
-from autoshard.shared import Shared, adopted
 from autoshard.text import bytes_text, seconds_text
 
 log = logging.getLogger("autoshard")

@@ -35,7 +35,7 @@ from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
 from autoshard.search.presets import Preset, find_parts, presets
-from autoshard.search.shorten import Shortener
+from autoshard.search.simplify_rules import Shortener
 from autoshard.search.space import (
     Lists,
     Point,

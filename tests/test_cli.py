@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.search.board import claim_of, record_of
-from autoshard.search.connect import open_storage, study_names
-from autoshard.search.tasks import Tasks
+from autoshard.search.study.claims import claim_of, record_of
+from autoshard.search.study.storage import open_storage, study_names
+from autoshard.search.study.task_queue import Tasks
 
 FACTORY = """
 import jax

@@ -50,7 +50,7 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.layout.layout import Layout
 from autoshard.race import step_s
 from autoshard.search.presets import presets
-from autoshard.search.shorten import Shortener
+from autoshard.search.simplify_rules import Shortener
 from tests.benchmarks.zoo_models import MODELS
 from tests.stages import mesh_of, prepared
 from tests.whole_models.search import winner_of

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autoshard.search.beater import WITHOUT_JAX
-from autoshard.search.board import Board, claim_of
-from autoshard.search.tasks import Result, Tasks, Work
+from autoshard.search.study.claims import Board, claim_of
+from autoshard.search.study.heartbeat import WITHOUT_JAX
+from autoshard.search.study.task_queue import Result, Tasks, Work
 
 ROOT = Path(__file__).parent.parent.parent
 LEASE_S = 2.0
@@ -63,7 +63,7 @@ def hold_the_interpreter(seconds: float) -> None:
 def die_while_appending(number: int) -> None:
     """At the nth append to a journal this process writes half of the record and is killed, the
     file's lock in hand."""
-    import autoshard.search.journal as journal
+    import autoshard.search.study.journal as journal
 
     real, appends = os.pwrite, []
 

@@ -16,9 +16,9 @@ from autoshard.cost_model.hardware.hardware import Hardware, h100
 from autoshard.errors import ArgumentError, AutoshardError, HardwareError, StudyError
 from autoshard.evidence.candidate import Trial
 from autoshard.job import Job, parse_job
-from autoshard.search.board import Board, record_of
-from autoshard.search.journal import Journal
-from autoshard.shared import trials_of
+from autoshard.search.study.claims import Board, record_of
+from autoshard.search.study.journal import Journal
+from autoshard.search.study.shared_evaluation import trials_of
 from autoshard.table import SpecTable
 
 EXECUTIONS = 400

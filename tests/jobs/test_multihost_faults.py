@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.search.tasks import Tasks
+from autoshard.search.study.task_queue import Tasks
 from tests.jobs.crew import board_of, wait_for
 from tests.jobs.ranks import free_port
 from tests.jobs.test_workers import ENVIRONMENT, compiled_keys

@@ -29,7 +29,7 @@ from autoshard.job import arguments_of, parse_job, read_job
 from autoshard.layout.pins import Only
 from autoshard.processes.process_group import LOST
 from autoshard.processes.supervisor import supervise
-from autoshard.search.tasks import Result, Tasks, Work
+from autoshard.search.study.task_queue import Result, Tasks, Work
 from tests.jobs.crew import ROOT
 from tests.jobs.test_workers import ENVIRONMENT, answer, autoshard, compiled_keys, job_in, said
 

@@ -15,9 +15,9 @@ from optuna.trial import TrialState
 from autoshard import Effort, optimize
 from autoshard.errors import StudyError
 from autoshard.report_html import report_html
-from autoshard.search.connect import open_storage
-from autoshard.search.tasks import Tasks
-from autoshard.standing import standing_json, standing_of, standing_text
+from autoshard.search.study.status import standing_json, standing_of, standing_text
+from autoshard.search.study.storage import open_storage
+from autoshard.search.study.task_queue import Tasks
 from tests.jobs.crew import CROWDED_LEASE_S, ROOT, crew, evaluations, task_of, wait_for, works
 from tests.jobs.postgres import PASSWORD, Server
 from tests.models import mlp_args, mlp_step

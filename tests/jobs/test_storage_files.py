@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from autoshard.errors import StudyError
-from autoshard.search.connect import file_system_of, open_storage, without_password
-from autoshard.search.journal import Journal
-from autoshard.search.tasks import Tasks
+from autoshard.search.study.journal import Journal
+from autoshard.search.study.storage import file_system_of, open_storage, without_password
+from autoshard.search.study.task_queue import Tasks
 from tests.jobs.crew import board_of, evaluations, works
 
 
@@ -76,7 +76,7 @@ def test_a_full_disk_is_waited_for_and_leaves_no_half_record(
 def test_a_lock_left_by_a_killed_worker_is_broken(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoshard.search.journal.LOCK_GRACE_S", 1)
+    monkeypatch.setattr("autoshard.search.study.journal.LOCK_GRACE_S", 1)
     with pytest.warns(UserWarning, match="grace_period"):
         journal = Journal(str(path))
     os.symlink(path, f"{path}.lock")

@@ -17,11 +17,11 @@ from optuna.trial import TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
-from autoshard.search.beater import Beater
-from autoshard.search.board import Board, record_of
-from autoshard.search.machine import MachineLock
-from autoshard.search.tasks import DEATHS, Result, Tasks, Work, _Watch
-from autoshard.search.tasks import LEASE_S as LEASE_LONG_S
+from autoshard.search.study.claims import Board, record_of
+from autoshard.search.study.heartbeat import Beater
+from autoshard.search.study.machine_lock import MachineLock
+from autoshard.search.study.task_queue import DEATHS, Result, Tasks, Work, _Watch
+from autoshard.search.study.task_queue import LEASE_S as LEASE_LONG_S
 from tests.jobs.crew import (
     CROWDED_LEASE_S,
     LEASE_S,
@@ -126,7 +126,7 @@ def test_a_worker_that_is_killed_while_writing_loses_no_finished_evaluation(
         worker.communicate(timeout=60)
         assert worker.returncode == -signal.SIGKILL
     assert os.path.lexists(f"{where.removeprefix('journal:')}.lock")
-    monkeypatch.setattr("autoshard.search.journal.LOCK_GRACE_S", 1)
+    monkeypatch.setattr("autoshard.search.study.journal.LOCK_GRACE_S", 1)
     before = set(board_of(where).results) if append > 1 else set()
     finish_alone(where, 2, log)
     counts = Counter(evaluations(log))

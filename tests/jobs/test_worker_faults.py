@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.search.tasks import DEATHS
+from autoshard.search.study.task_queue import DEATHS
 from autoshard.table import SpecTable
 from tests.jobs.crew import ROOT, board_of, wait_for
 from tests.jobs.test_workers import ENVIRONMENT, answer, autoshard, compiled_keys, said

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.search.board import record_of
-from autoshard.search.tasks import Tasks
+from autoshard.search.study.claims import record_of
+from autoshard.search.study.task_queue import Tasks
 from tests.jobs.crew import ROOT, board_of, crew, evaluations, start, task_of, value_of
 from tests.jobs.postgres import PASSWORD, Server
 

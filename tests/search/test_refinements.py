@@ -12,7 +12,7 @@ from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.placements import Placements
-from autoshard.search.shorten import Shortener
+from autoshard.search.simplify_rules import Shortener
 from autoshard.search.space import make_space, refinements
 from tests.models import decoder_args, decoder_step
 

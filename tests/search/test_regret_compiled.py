@@ -23,7 +23,7 @@ from autoshard.evidence.collectives import CollectiveOp
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.race import step_s
-from autoshard.search.shorten import Shortener
+from autoshard.search.simplify_rules import Shortener
 from autoshard.search.space import every_list, make_space, rules_of
 from tests.benchmarks.evidence_store import key_of
 from tests.search.test_regret import CASES, MESHES, V5E, of_case

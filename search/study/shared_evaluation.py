@@ -26,9 +26,9 @@ from autoshard.evidence.candidate import Skipped, Trial
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
-from autoshard.search.connect import PATIENCE_S, without_password
 from autoshard.search.proposer import Proposal, Proposals
-from autoshard.search.tasks import LEASE_S, NEEDS, Need, Result, Tasks, Work
+from autoshard.search.study.storage import PATIENCE_S, without_password
+from autoshard.search.study.task_queue import LEASE_S, NEEDS, Need, Result, Tasks, Work
 
 log = logging.getLogger("autoshard.jobs")
 

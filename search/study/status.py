@@ -11,9 +11,9 @@ from datetime import datetime
 from typing import Any
 
 from autoshard.evidence.candidate import Trial
-from autoshard.search.board import StudyTrial, claim_of
-from autoshard.search.tasks import Tasks
-from autoshard.shared import trials_of
+from autoshard.search.study.claims import StudyTrial, claim_of
+from autoshard.search.study.shared_evaluation import trials_of
+from autoshard.search.study.task_queue import Tasks
 from autoshard.text import seconds_text
 
 COUNTED = ("compile", "full", "quick")

@@ -21,7 +21,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.study import StudyDirection
 
 from autoshard.errors import ExtraError, StudyError
-from autoshard.search.journal import FILE_MODE, Journal
+from autoshard.search.study.journal import FILE_MODE, Journal
 
 log = logging.getLogger("autoshard.jobs")
 

@@ -32,10 +32,16 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
-from autoshard.search.beater import BEAT, Beater
-from autoshard.search.board import CLAIM, Board, Claim, attributes_of, claim_of, record_of
-from autoshard.search.connect import PATIENCE_S, close_storage, open_storage, patiently, study_id_of
-from autoshard.search.machine import MachineLock
+from autoshard.search.study.claims import CLAIM, Board, Claim, attributes_of, claim_of, record_of
+from autoshard.search.study.heartbeat import BEAT, Beater
+from autoshard.search.study.machine_lock import MachineLock
+from autoshard.search.study.storage import (
+    PATIENCE_S,
+    close_storage,
+    open_storage,
+    patiently,
+    study_id_of,
+)
 
 log = logging.getLogger("autoshard.jobs")
 

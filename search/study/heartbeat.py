@@ -23,7 +23,7 @@ from typing import Any
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 
-from autoshard.search.connect import is_away, open_storage
+from autoshard.search.study.storage import is_away, open_storage
 
 WITHOUT_JAX = """
 import sys, types
@@ -34,7 +34,7 @@ sys.modules["autoshard"] = package
 """Makes `autoshard.search` importable alone: autoshard itself imports jax, which takes most of a
 start."""
 
-PROGRAM = WITHOUT_JAX + "from autoshard.search.beater import main; main()"
+PROGRAM = WITHOUT_JAX + "from autoshard.search.study.heartbeat import main; main()"
 
 BEAT = "beat"
 BEATS_PER_LEASE = 4
