@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, SearchFailedError
+from autoshard.evaluate.effort import Effort
 from autoshard.evidence.candidate import Predicted, Trial
 from autoshard.evidence.throughput import checked_samples
-from autoshard.ladder import Effort
 from autoshard.plan import Plan
 from autoshard.text import bytes_text, seconds_text
 

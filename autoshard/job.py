@@ -31,8 +31,8 @@ import msgspec
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import ArgumentError
+from autoshard.evaluate.effort import Effort
 from autoshard.factory import call_factory
-from autoshard.ladder import Effort
 from autoshard.layout.pins import Only
 from autoshard.optimize import optimize
 from autoshard.plan import Plan

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from autoshard.advice import Advised, advise
 from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.apply import rebinder
-from autoshard.bench import Bench
 from autoshard.bound_plan import Verification
 from autoshard.compiler.cache import CompileCache, default_folder
 from autoshard.compiler.compile import CompilerOptions
@@ -31,20 +30,23 @@ from autoshard.devices.topology import require_compiler
 from autoshard.errors import (
     ArgumentError,
 )
+from autoshard.evaluate.candidate import Candidate
+from autoshard.evaluate.device_runner import Bench
+from autoshard.evaluate.effort import Effort
+from autoshard.evaluate.evaluation import Race
+from autoshard.evaluate.inputs import inputs_for
+from autoshard.evaluate.multiprocess import LeadersBench, Outcome, follow, identity_of, joined
+from autoshard.evaluate.selection import best_so_far, climb
+from autoshard.evaluate.target_selection import climb_target
 from autoshard.evidence.throughput import Throughput, checked_samples
-from autoshard.inputs import inputs_for
-from autoshard.ladder import Effort, best_so_far, climb
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.prepare import Pins, Prepared, make_request, prepare
-from autoshard.multihost import LeadersBench, Outcome, follow, identity_of, joined
 from autoshard.plan import Plan
 from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.progress import Progress
-from autoshard.race import Candidate, Race
 from autoshard.search.proposer import Proposals, propose
 from autoshard.search.study.shared_evaluation import Sharing, join
-from autoshard.target_ladder import climb_target
 from autoshard.text import parse_bytes
 from autoshard.tracing.carry import Carry
 from autoshard.version import own_version

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard import Effort, race
+from autoshard import Effort
 from autoshard.cost_model.hardware.hardware import hardware_for
+from autoshard.evaluate import evaluation
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 
 TINY = dataclasses.replace(hardware_for("cpu"), memory_bytes=40_000)
@@ -48,7 +49,7 @@ def test_without_a_second_layout_the_plan_says_why_it_is_not_verified() -> None:
 def test_what_the_host_has_no_memory_for_is_not_run(
     monkeypatch: pytest.MonkeyPatch, measured: int
 ) -> None:
-    monkeypatch.setattr(race, "host_bytes", lambda: 1000)
+    monkeypatch.setattr(evaluation, "host_bytes", lambda: 1000)
     plan = autoshard.optimize(
         mlp_step,
         mlp_args(),
@@ -66,7 +67,7 @@ def test_what_fits_on_the_host_is_run_beside_what_does_not(monkeypatch: pytest.M
     peaks = {name: autoshard.apply(mlp_step, mlp_args(), "data=4,model=2", name).compile().evidence.peak_bytes
              for name in ("replicated", "fsdp")}  # fmt: skip
     assert peaks["fsdp"] < peaks["replicated"]
-    monkeypatch.setattr(race, "host_bytes", lambda: 8 * peaks["replicated"] - 1)
+    monkeypatch.setattr(evaluation, "host_bytes", lambda: 8 * peaks["replicated"] - 1)
     plan = autoshard.optimize(
         mlp_step,
         mlp_args(),

@@ -14,8 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard import measure as module
-from autoshard.measure import MAX_ROUNDS, MIN_ROUNDS, WARM_UP, RunError, measure, ratio_interval
+from autoshard.evaluate import measure as module
+from autoshard.evaluate.measure import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    WARM_UP,
+    RunError,
+    measure,
+    ratio_interval,
+)
 
 seconds = st.lists(st.floats(1e-6, 10), min_size=1, max_size=12)
 

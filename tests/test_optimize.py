@@ -83,7 +83,7 @@ def test_a_layout_is_never_a_candidate_twice(plan: autoshard.Plan) -> None:
 
 
 def test_the_best_preset_is_measured_and_the_winner_is_no_slower(plan: autoshard.Plan) -> None:
-    from autoshard.measure import ratio_interval
+    from autoshard.evaluate.measure import ratio_interval
 
     winner = next(t for t in plan.trials if t.status == "winner")
     presets = [t for t in plan.trials if t.measured is not None and t.origin.startswith("preset")]

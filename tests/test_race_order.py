@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import autoshard
+from autoshard.evaluate.candidate import Candidate
+from autoshard.evaluate.evaluation import Race
+from autoshard.evaluate.selection import by_compiled_time
 from autoshard.evidence.candidate import Measured, Predicted, Trial
-from autoshard.ladder import by_compiled_time
-from autoshard.race import Candidate, Race
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 

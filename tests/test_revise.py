@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard import bench, ladder, revise
 from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
 from autoshard.cost_model.hardware.refit import parts_of, time_s
+from autoshard.evaluate import device_runner, refit, selection
+from autoshard.evaluate.effort import Effort
+from autoshard.evaluate.evaluation import Race
 from autoshard.evidence.candidate import Measured, Trial
 from autoshard.evidence.collectives import Collective
-from autoshard.ladder import Effort
-from autoshard.race import Race
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 
@@ -38,8 +38,8 @@ def clock(compiled: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Measured
 
 
 def searched(monkeypatch: pytest.MonkeyPatch, challenges: int) -> tuple[Trial, list[Trial]]:
-    monkeypatch.setattr(bench, "measure", clock)
-    monkeypatch.setattr(ladder, "CHALLENGES", challenges)
+    monkeypatch.setattr(device_runner, "measure", clock)
+    monkeypatch.setattr(selection, "CHALLENGES", challenges)
     plan = autoshard.optimize(
         mlp_step, mlp_args(batch=64, d=128, h=256), mesh_of(**AXES), hardware=GIVEN, progress=False,
         memory_budget_bytes="500KiB", effort=Effort(compiled=6, measured=3),
@@ -61,14 +61,14 @@ def test_what_the_clock_says_brings_others_forward(monkeypatch: pytest.MonkeyPat
 
 
 def test_programs_say_how_far_predictions_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[revise.Revision] = []
+    seen: list[refit.Revision] = []
 
-    class Seen(revise.Revision):
+    class Seen(refit.Revision):
         def __init__(self, of: Race) -> None:
             super().__init__(of)
             seen.append(self)
 
-    monkeypatch.setattr(ladder, "Revision", Seen)
+    monkeypatch.setattr(selection, "Revision", Seen)
     searched(monkeypatch, 0)
     assert len(seen) == 1
     assert seen[0].compiler[True].programs >= 2

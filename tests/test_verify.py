@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.axes.axis_classes import logical_axes
 from autoshard.compiler.compile import build
+from autoshard.evaluate.inputs import inputs_for
+from autoshard.evaluate.verify import Reference, epsilon_of, longest_sum, reference_of, unsharded
 from autoshard.evidence.candidate import Verified
-from autoshard.inputs import inputs_for
 from autoshard.layout.mesh import resolve_mesh
 from autoshard.layout.prepare import Prepared
-from autoshard.verify import Reference, epsilon_of, longest_sum, reference_of, unsharded
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, layout_of, mesh_of, prepared, traced
 

@@ -31,11 +31,11 @@ from autoshard.compiler.cache import CompileCache, Refusal, default_folder
 from autoshard.compiler.compile import Reading
 from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.evaluate.target_selection import priced
 from autoshard.evidence.candidate import CompiledEvidence, Predicted
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.mesh import resolve_mesh
 from autoshard.optimize import resolve_hardware
-from autoshard.target_ladder import priced
 from autoshard.text import bytes_text, seconds_text
 from examples.llama_target import factory
 from tests.benchmarks.suite import ATTEMPTS, random_layouts

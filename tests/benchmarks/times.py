@@ -25,8 +25,8 @@ from scipy.stats import spearmanr
 from autoshard.cost_model.hardware.calibrate import calibrate
 from autoshard.cost_model.hardware.hardware import Hardware, cpu
 from autoshard.cost_model.hardware.refit import summary_s
-from autoshard.inputs import inputs_for
-from autoshard.measure import measure
+from autoshard.evaluate.inputs import inputs_for
+from autoshard.evaluate.measure import measure
 from tests.benchmarks.evidence_store import gather
 from tests.benchmarks.suite import Setting, setting
 

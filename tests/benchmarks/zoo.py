@@ -47,8 +47,8 @@ from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
+from autoshard.evaluate.evaluation import step_s
 from autoshard.layout.layout import Layout
-from autoshard.race import step_s
 from autoshard.search.presets import presets
 from autoshard.search.simplify_rules import Shortener
 from tests.benchmarks.zoo_models import MODELS

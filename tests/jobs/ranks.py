@@ -255,22 +255,22 @@ def explicit_axes(mesh: Any, own: int) -> dict[str, Any]:
 
 
 def compile_fails(mesh: Any, own: int) -> dict[str, Any]:
-    from autoshard import bench
+    from autoshard.evaluate import device_runner
 
-    with instead(bench, "compile_built", nth(1, fail), on=own == 1):
+    with instead(device_runner, "compile_built", nth(1, fail), on=own == 1):
         return search(mesh)
 
 
 def placing_fails(mesh: Any, own: int) -> dict[str, Any]:
-    from autoshard import bench
+    from autoshard.evaluate import device_runner
 
-    with instead(bench.Bench, "_run_and_compare", nth(1, fail), on=own == 1):
+    with instead(device_runner.Bench, "_run_and_compare", nth(1, fail), on=own == 1):
         return search(mesh)
 
 
 def wrong_numbers(mesh: Any, own: int) -> dict[str, Any]:
+    from autoshard.evaluate.verify import Reference
     from autoshard.evidence.candidate import Verified
-    from autoshard.verify import Reference
 
     def wrong(before: Any, *args: Any) -> Any:
         before(*args)
@@ -281,7 +281,7 @@ def wrong_numbers(mesh: Any, own: int) -> dict[str, Any]:
 
 
 def one_is_slow(mesh: Any, own: int) -> dict[str, Any]:
-    from autoshard.measure import _Runner
+    from autoshard.evaluate.measure import _Runner
 
     with instead(_Runner, "_run", lambda before: lambda self: before(self) + 1.0, on=own == 1):
         return search(mesh)
@@ -318,7 +318,7 @@ def late(mesh: Any, own: int) -> dict[str, Any]:
 def other_interrupted(mesh: Any, own: int) -> dict[str, Any]:
     """Ctrl-C reaches a process that does not lead."""
     import autoshard
-    from autoshard import bench
+    from autoshard.evaluate import device_runner
 
     def interrupted(before: Any, *args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -332,15 +332,15 @@ def other_interrupted(mesh: Any, own: int) -> dict[str, Any]:
         return call
 
     with (
-        instead(bench, "compile_built", slowly, on=True),
-        instead(bench, "compile_built", nth(1, interrupted), on=own == 1),
+        instead(device_runner, "compile_built", slowly, on=True),
+        instead(device_runner, "compile_built", nth(1, interrupted), on=own == 1),
     ):
         return search(mesh, effort=autoshard.Effort(compiled=8, measured=2))
 
 
 def leader_interrupted(mesh: Any, own: int) -> dict[str, Any]:
     """Ctrl-C reaches the leader while all measure."""
-    from autoshard.measure import _Runner
+    from autoshard.evaluate.measure import _Runner
 
     def interrupted(before: Any, *args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)

@@ -19,10 +19,10 @@ from autoshard.compiler.compile import build, compile_built
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.predict import Predictor
+from autoshard.evaluate.evaluation import step_s
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
-from autoshard.race import step_s
 from autoshard.search.simplify_rules import Shortener
 from autoshard.search.space import every_list, make_space, rules_of
 from tests.benchmarks.evidence_store import key_of

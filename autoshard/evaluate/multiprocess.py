@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 
 from autoshard import errors
-from autoshard.bench import Bench, Compared
 from autoshard.compiler.compile import Built, Compiled
 from autoshard.compiler.transfer import whole
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
+from autoshard.evaluate.device_runner import Bench, Compared
 from autoshard.evidence.candidate import Measured, Skipped, Trial
 from autoshard.evidence.throughput import Throughput
 from autoshard.jax_internals import coordination

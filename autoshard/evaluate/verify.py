@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from autoshard.axes.axis_classes import LogicalAxes
 from autoshard.compiler.transfer import whole
 from autoshard.dim_rules import PICK, LoopKind
+from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Verified
-from autoshard.inputs import Inputs
 from autoshard.layout.mesh import MeshInfo
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.trace import Traced

@@ -17,19 +17,19 @@ from autoshard.compiler.cache import Refusal
 from autoshard.compiler.compile import Reading, build, evidence_of
 from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Predictor
-from autoshard.evidence.candidate import CompiledEvidence
-from autoshard.jax_internals import executables
-from autoshard.ladder import (
-    Effort,
-    all_rejected,
+from autoshard.evaluate.candidate import Candidate
+from autoshard.evaluate.effort import Effort
+from autoshard.evaluate.evaluation import Race, one_line, step_s
+from autoshard.evaluate.failures import all_rejected, infeasible
+from autoshard.evaluate.selection import (
     by_compiled_time,
     choose_compiled,
-    infeasible,
     uncompiled_best,
     with_presets,
 )
+from autoshard.evidence.candidate import CompiledEvidence
+from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
-from autoshard.race import Candidate, Race, one_line, step_s
 from autoshard.search.proposer import Proposals
 from autoshard.text import bytes_text, seconds_text
 

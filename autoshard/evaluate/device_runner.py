@@ -17,14 +17,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.compiler.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.evaluate.inputs import Inputs, inputs_for
+from autoshard.evaluate.measure import measure
+from autoshard.evaluate.shrink import shrink
+from autoshard.evaluate.verify import Reference, Trusted, reference_of, unsharded
 from autoshard.evidence.candidate import Measured, Verified
-from autoshard.inputs import Inputs, inputs_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
-from autoshard.measure import measure
 from autoshard.processes.process_group import ALONE, Peers
-from autoshard.shrink import shrink
-from autoshard.verify import Reference, Trusted, reference_of, unsharded
 
 
 @dataclass(frozen=True, slots=True)

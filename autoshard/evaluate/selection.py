@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from autoshard.errors import ArgumentError, NoFeasiblePlanError, SearchFailedError
-from autoshard.layout.spec import shard_count
-from autoshard.race import FAR, NOISE, Candidate, Race
-from autoshard.revise import Revision
+from autoshard.evaluate.candidate import Candidate
+from autoshard.evaluate.effort import Effort
+from autoshard.evaluate.evaluation import FAR, NOISE, Race
+from autoshard.evaluate.failures import all_rejected, infeasible
+from autoshard.evaluate.refit import Revision
 from autoshard.search.proposer import Proposals
-from autoshard.text import bytes_text
 
 PARTITIONED_PER_COMPILED = 2
 MORE_WORK = 1.5
@@ -36,51 +36,6 @@ AS_GOOD = 1.01
 than that."""
 SAME = 1 + 1e-9
 """Times within this ratio differ by the order in which floats were added."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much evidence a search gathers.
-
-    Attributes:
-        compiled: Candidates compiled at most (more only where none of them fits the budget or gives
-            right numbers, or where the clock says that others should be faster); up to half of them
-            presets. The last third is chosen by what the programs of the others say. For a TPU that
-            is not here, at the compiler's quick level.
-        measured: Candidates measured at most, and as many again where the clock says that they
-            should be faster; the best preset is among them if it is two or more. On a target none
-            is.
-        seconds: Compile and measure nothing new after this long; None for as long as it takes.
-        full: On a target, candidates compiled at the compiler's full level, of those that
-            `compiled` left; up to half of them presets.
-        partitioned: Candidates partitioned (every preset is), by default twice `compiled`.
-    """
-
-    compiled: int = 12
-    measured: int = 4
-    seconds: float | None = None
-    full: int = 6
-    partitioned: int | None = None
-
-    @property
-    def counts(self) -> str:
-        """The numbers that decide what is chosen, as text."""
-        return f"{self.compiled} {self.measured} {self.full} {self.partitioned}"
-
-    def __post_init__(self) -> None:
-        counts = (
-            self.compiled,
-            self.measured,
-            self.seconds or 0,
-            self.full - 1,
-            self.partitioned or 0,
-        )
-        if any(count < 0 for count in counts):
-            raise ArgumentError(f"{self!r}: all numbers must be >= 0, and full at least 1.")
-        if self.measured > self.compiled:
-            raise ArgumentError(
-                f"{self!r}: what is measured must be compiled first. Use compiled >= measured."
-            )
 
 
 def climb(race: Race, proposals: Proposals, effort: Effort) -> Candidate:
@@ -399,57 +354,6 @@ def _compile_smallest(race: Race, tried: list[Candidate], count: int) -> list[Ca
         infeasible(race, None, compiled=True)
         if race.budget_bytes is not None
         else all_rejected(race)
-    )
-
-
-def infeasible(race: Race, proposals: Proposals | None, *, compiled: bool) -> NoFeasiblePlanError:
-    """The error of a search in which nothing fits the budget, with the smallest and what is largest
-    in it.
-    """
-    budget = bytes_text(race.budget_bytes or 0)
-    smallest = min(race.candidates, key=lambda c: c.proposal.prediction.peak_bytes)
-    prediction = smallest.proposal.prediction
-    part, held = max(prediction.argument_bytes.items(), key=lambda item: item[1])
-    program = race.prepared.traced.program
-    problem = race.prepared.problem
-    leaf_bytes = {
-        path: value.bytes // shard_count(smallest.layout.fit(value).spec, problem.mesh_axes)
-        for path, value, group in zip(
-            program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
-        )
-        if group.value == part
-    }
-    leaf = max(leaf_bytes, key=lambda path: leaf_bytes[path], default="")
-    peaks = [c.trial.compiled.peak_bytes for c in race.candidates if c.trial.compiled is not None]
-    text = (
-        f"all {len(race.candidates)} candidates need more than the budget of {budget} per device; "
-        f"the smallest "
-        f"predicted peak is {bytes_text(prediction.peak_bytes)} ({smallest.trial.name}; of it "
-        f"{part} {bytes_text(held)}"
-        + (f", most in {leaf}, {bytes_text(leaf_bytes[leaf])})" if leaf else ")")
-    )
-    if compiled and peaks:
-        text += f", the smallest compiled peak of {len(peaks)} is {bytes_text(min(peaks))}"
-    elif race.refusals:
-        needs = bytes_text(min(race.refusals))
-        text += f", the compiler refuses all {len(race.refusals)} programs that it was given, the smallest needs {needs}"
-    else:
-        text += " (predicted only: nothing was compiled)"
-    donated = race.prepared.traced.call.donated
-    advice = ["Raise memory_budget_bytes", "add devices"]
-    if not all(donated):
-        advice.append("donate arguments that the step replaces (donate_argnums)")
-    return NoFeasiblePlanError(f"{text}.\n{', '.join(advice)}, or shrink the batch.")
-
-
-def all_rejected(race: Race) -> SearchFailedError:
-    """The error of a search in which everything that was tried was rejected, with the reasons."""
-    reasons = [
-        f"{c.trial.name}: {c.trial.reason}" for c in race.candidates if c.trial.status == "rejected"
-    ]
-    listed = "\n  ".join(reasons[:12])
-    return SearchFailedError(
-        f"all {len(reasons)} candidates that were tried were rejected:\n  {listed}"
     )
 
 

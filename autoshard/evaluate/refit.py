@@ -16,8 +16,9 @@ from statistics import median
 from typing import TypeVar
 
 from autoshard.cost_model.hardware.refit import Factors, Parts, parts_of, refit, time_s
+from autoshard.evaluate.candidate import Candidate
+from autoshard.evaluate.evaluation import Race
 from autoshard.evidence.collectives import Collective
-from autoshard.race import Candidate, Race
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from autoshard.compiler.compile import Compiled
+from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Measured
-from autoshard.inputs import Inputs
 from autoshard.processes.process_group import ALONE, Peers
 
 WARM_UP = 2

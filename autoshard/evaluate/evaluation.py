@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from autoshard.bench import Bench
 from autoshard.compiler.compile import Built, CompilerOptions, build
 from autoshard.compiler.isolated import Failure, InProcess, Isolation
 from autoshard.cost_model.predict import Predictor
+from autoshard.evaluate.candidate import Candidate
+from autoshard.evaluate.device_runner import Bench
+from autoshard.evaluate.measure import RunError, ratio_interval
 from autoshard.evidence.candidate import CompiledEvidence, PartitionedEvidence, Predicted, Trial
 from autoshard.evidence.collectives import CollectiveOp
-from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
-from autoshard.measure import RunError, ratio_interval
 from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
 from autoshard.search.simplify_rules import Shortener
@@ -44,45 +44,6 @@ of their own."""
 
 FAR = 2.0
 """Prediction alone prunes a candidate only beyond this multiple of the memory budget."""
-
-
-@dataclass(eq=False)
-class Candidate:
-    """A layout in the race."""
-
-    layout: Layout
-    proposal: Proposal
-    trial: Trial
-    built: Built | None = None
-
-    @property
-    def order(self) -> tuple[float, float, bool, int, str]:
-        """Order of candidates: compiled time to three digits (predicted where there is none),
-        compiled peak to two.
-
-        Then stated inside before arguments only, fewer rules, key.
-        """
-        found = self.trial.compiled
-        peak_bytes = self.proposal.prediction.peak_bytes if found is None else found.peak_bytes
-        rounded = float(f"{self.time_s:.3g}"), float(f"{peak_bytes:.2g}")
-        return (*rounded, not self.layout.inside, len(self.layout.rules), self.trial.key)
-
-    @property
-    def time_s(self) -> float:
-        """Compiled seconds of a step, predicted where it is not compiled."""
-        found = self.trial.compiled
-        return self.proposal.prediction.time_s if found is None else found.time_s
-
-    @property
-    def is_preset(self) -> bool:
-        """True for a layout that experts use, with constraints inside or not."""
-        return self.trial.origin.startswith("preset")
-
-    @property
-    def is_plain(self) -> bool:
-        """True for a searched layout without rules under a condition."""
-        scopes = {rule.where for rule in self.layout.rules}
-        return not self.is_preset and scopes <= {EVERYWHERE, OPTIMIZER}
 
 
 @dataclass(eq=False)
