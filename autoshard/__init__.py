@@ -7,7 +7,6 @@
 
 from autoshard.apply import apply as apply
 from autoshard.bound_plan import Verification as Verification
-from autoshard.check import check as check
 from autoshard.compiler.initialise import init as init
 from autoshard.devices.target import target as target
 from autoshard.errors import ArgumentError as ArgumentError
@@ -32,4 +31,5 @@ from autoshard.layout.axis_rule import AxisRule as AxisRule
 from autoshard.layout.pins import Only as Only
 from autoshard.optimize import optimize as optimize
 from autoshard.plan import Plan as Plan
-from autoshard.table import SpecTable as SpecTable
+from autoshard.table.check import check as check
+from autoshard.table.spec_table import SpecTable as SpecTable

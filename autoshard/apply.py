@@ -26,9 +26,9 @@ from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
-from autoshard.rederive import rederive
 from autoshard.search.presets import presets
-from autoshard.table import SpecTable
+from autoshard.table.rebind import rederive
+from autoshard.table.spec_table import SpecTable
 from autoshard.tracing.carry import Carry
 from autoshard.tracing.signature import Call
 

@@ -65,7 +65,7 @@ class BoundPlan:
         skipped: Presets that make no sense for this function, with the reason.
         notes: What a user should know (carry that was assumed, effects, conversions, advice).
         advice: Changes of the program that are predicted to gain more, one line each (see
-            `autoshard.advice`); none was looked for where nothing was compiled.
+            `autoshard.report.advice`); none was looked for where nothing was compiled.
         compiler_options: Passed to XLA as they are.
         precompiled: The program that the search compiled; None where it did not.
         bound: How much faster than the best one found any layout could be, by the model.

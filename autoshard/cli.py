@@ -23,8 +23,8 @@ from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError
 from autoshard.job import read_job
 from autoshard.plan import Plan
 from autoshard.processes.process_group import LOST
-from autoshard.report import table_text
-from autoshard.table import SpecTable
+from autoshard.report.plan_text import table_text
+from autoshard.table.spec_table import SpecTable
 from autoshard.text import printable
 
 app = typer.Typer(

@@ -12,7 +12,7 @@ import typer
 
 from autoshard.apply import apply
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.table import SpecTable, trials_of
+from autoshard.table.spec_table import SpecTable, trials_of
 
 
 def explain(

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.check import check as check_table
 from autoshard.devices.mesh_text import parse_axes
-from autoshard.diff import diff_text
-from autoshard.export import FORMS
-from autoshard.export import export as export_table
 from autoshard.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.report_html import report_html
-from autoshard.table import SpecTable
+from autoshard.report.html import report_html
+from autoshard.table.check import check as check_table
+from autoshard.table.diff import diff_text
+from autoshard.table.export import FORMS
+from autoshard.table.export import export as export_table
+from autoshard.table.spec_table import SpecTable
 
 Table = Annotated[Path, typer.Argument(help="A spec table.")]
 

@@ -14,7 +14,6 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from autoshard.advice import Advised, advise
 from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.apply import rebinder
 from autoshard.bound_plan import Verification
@@ -45,6 +44,7 @@ from autoshard.layout.prepare import Pins, Prepared, make_request, prepare
 from autoshard.plan import Plan
 from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.progress import Progress
+from autoshard.report.advice import Advised, advise
 from autoshard.search.proposer import Proposals, propose
 from autoshard.search.study.shared_evaluation import Sharing, join
 from autoshard.text import parse_bytes

@@ -7,14 +7,14 @@ from typing import Any, overload
 
 from autoshard.bound_plan import BoundPlan
 from autoshard.cost_model.hardware.hardware import Hardware
-from autoshard.explain import Explanation, explain
 from autoshard.layout.pins import PinMap
-from autoshard.minimise import MinimalConstraints, minimise
-from autoshard.otherwise import LeafExplanation, WhatIf, explain_leaf, what_if
-from autoshard.report import plan_text
-from autoshard.report_html import fragment_html
-from autoshard.table import SpecTable
-from autoshard.tabulate import table_of
+from autoshard.report.explain import Explanation, explain
+from autoshard.report.html import fragment_html
+from autoshard.report.minimise import MinimalConstraints, minimise
+from autoshard.report.plan_text import plan_text
+from autoshard.report.what_if import LeafExplanation, WhatIf, explain_leaf, what_if
+from autoshard.table.from_plan import table_of
+from autoshard.table.spec_table import SpecTable
 
 
 @dataclass(frozen=True, eq=False, repr=False)

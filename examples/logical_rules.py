@@ -17,7 +17,7 @@ import yaml
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.export import export
+from autoshard.table.export import export
 
 RULES = Path("specs/logical_rules.yml")
 

@@ -13,9 +13,9 @@ import jax
 
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.evidence.collectives import Collective, summarise
-from autoshard.minimise import MinimalConstraints
 from autoshard.plan import Plan
-from autoshard.sites import paste
+from autoshard.report.minimise import MinimalConstraints
+from autoshard.report.source_expressions import paste
 
 
 def pasted_module(minimal: MinimalConstraints, source: Path, folder: Path) -> ModuleType:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.advice import Advised, advise, find_fused, separated
 from autoshard.cost_model.hardware.backend import backend_for
 from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
+from autoshard.report.advice import Advised, advise, find_fused, separated
 from autoshard.search.proposer import propose
 from tests.stages import array, mesh_of, prepared
 

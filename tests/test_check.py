@@ -18,9 +18,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.check import Finding, check, mesh_of
-from autoshard.diff import diff_text
-from autoshard.table import SpecTable, spec_text
+from autoshard.table.check import Finding, check, mesh_of
+from autoshard.table.diff import diff_text
+from autoshard.table.spec_table import SpecTable, spec_text
 
 ROOT = Path(__file__).parent.parent
 MESH = "data=4,model=2"

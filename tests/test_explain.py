@@ -16,8 +16,8 @@ import autoshard
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.errors import PathError
 from autoshard.evidence.collectives import collective_bytes
-from autoshard.explain import pareto
 from autoshard.plan import Plan
+from autoshard.report.explain import pareto
 from examples import transformer
 from tests import models
 

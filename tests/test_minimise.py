@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.layout.constraints import constraints_for
-from autoshard.minimise import fewest
-from autoshard.sites import Site, paste
-from autoshard.statements import as_constraints, statements_for
+from autoshard.report.minimise import fewest
+from autoshard.report.source_constraints import as_constraints, statements_for
+from autoshard.report.source_expressions import Site, paste
 from examples import transformer
 from tests import models
 from tests.pasted import compiled_collectives, pasted_module

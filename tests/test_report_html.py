@@ -15,9 +15,9 @@ import pytest
 
 import autoshard
 from autoshard.cli_table import report
-from autoshard.report_html import leaf_bytes, report_html, shard_bytes, summary
-from autoshard.report_svg import mesh_svg
-from autoshard.table import Leaf, SpecTable
+from autoshard.report.html import leaf_bytes, report_html, shard_bytes, summary
+from autoshard.report.svg import mesh_svg
+from autoshard.table.spec_table import Leaf, SpecTable
 from tests.models import decoder_args, decoder_step
 
 BROWSER = next(

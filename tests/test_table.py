@@ -21,8 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import TableError
-from autoshard.report import table_text
-from autoshard.table import SpecTable, json_schema, spec_from_entry, spec_text, spec_to_entry
+from autoshard.report.plan_text import table_text
+from autoshard.table.spec_table import (
+    SpecTable,
+    json_schema,
+    spec_from_entry,
+    spec_text,
+    spec_to_entry,
+)
 from tests.models import decoder_args, decoder_step
 from tests.stages import mesh_of
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.table_patterns import (
+from autoshard.table.leaf_patterns import (
     alike,
     fold,
     likenesses,

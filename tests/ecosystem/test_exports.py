@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.export import FORMS, export, leaves_of
-from autoshard.table import SpecTable
-from autoshard.table_patterns import unfold
+from autoshard.table.export import FORMS, export, leaves_of
+from autoshard.table.leaf_patterns import unfold
+from autoshard.table.spec_table import SpecTable
 from examples.transformer import factory as demo
 from tests.ecosystem.library_models import equinox_args, equinox_step, nnx_args, nnx_step
 

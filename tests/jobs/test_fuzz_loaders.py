@@ -19,7 +19,7 @@ from autoshard.job import Job, parse_job
 from autoshard.search.study.claims import Board, record_of
 from autoshard.search.study.journal import Journal
 from autoshard.search.study.shared_evaluation import trials_of
-from autoshard.table import SpecTable
+from autoshard.table.spec_table import SpecTable
 
 EXECUTIONS = 400
 """Of each loader in every run, the same ones each time."""

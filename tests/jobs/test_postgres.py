@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 
 from autoshard import Effort, optimize
 from autoshard.errors import StudyError
-from autoshard.report_html import report_html
+from autoshard.report.html import report_html
 from autoshard.search.study.status import standing_json, standing_of, standing_text
 from autoshard.search.study.storage import open_storage
 from autoshard.search.study.task_queue import Tasks

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.search.study.task_queue import DEATHS
-from autoshard.table import SpecTable
+from autoshard.table.spec_table import SpecTable
 from tests.jobs.crew import ROOT, board_of, wait_for
 from tests.jobs.test_workers import ENVIRONMENT, answer, autoshard, compiled_keys, said
 
@@ -228,7 +228,7 @@ def test_a_process_that_is_killed_while_it_writes_a_table_leaves_the_old_one(
 ) -> None:
     program = """
 import os, pathlib, signal, sys
-from autoshard.table import SpecTable
+from autoshard.table.spec_table import SpecTable
 real = pathlib.Path.write_text
 
 def half(self, text, **options):

@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from autoshard.table import Leaf, SpecTable, spec_text
-from autoshard.table_patterns import Each, fold, ranges_of
+from autoshard.table.leaf_patterns import Each, fold, ranges_of
+from autoshard.table.spec_table import Leaf, SpecTable, spec_text
 
 _HELPERS = '''
 

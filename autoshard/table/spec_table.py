@@ -19,8 +19,8 @@ import msgspec
 
 from autoshard.errors import TableError
 from autoshard.evidence.candidate import Trial
-from autoshard.table_patterns import Each, fold
-from autoshard.table_reading import shown
+from autoshard.table.leaf_patterns import Each, fold
+from autoshard.table.strict_json import shown
 
 if TYPE_CHECKING:
     pass
@@ -35,9 +35,9 @@ from typing import Annotated, Any, TypeVar
 from jax.sharding import PartitionSpec
 
 from autoshard.layout.spec import Spec
-from autoshard.table_migrate import SCHEMA, to_current
-from autoshard.table_patterns import alike, path_key, unfold
-from autoshard.table_reading import convert, object_at, parse, read_text, refusal
+from autoshard.table.leaf_patterns import alike, path_key, unfold
+from autoshard.table.migrate import SCHEMA, to_current
+from autoshard.table.strict_json import convert, object_at, parse, read_text, refusal
 
 T = TypeVar("T")
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]

@@ -19,9 +19,9 @@ from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
+from autoshard.report.source_constraints import Statement, as_constraints, statements_for
+from autoshard.report.source_expressions import Site, constraint_text, patch
 from autoshard.shardy.partition import Partitioned, partition
-from autoshard.sites import Site, constraint_text, patch
-from autoshard.statements import Statement, as_constraints, statements_for
 from autoshard.tracing.rewrite import Constraints
 from autoshard.tracing.trace import Traced
 

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 
-from autoshard.table import Leaf, SpecTable
+from autoshard.table.spec_table import Leaf, SpecTable
 
 Axes = tuple[str, ...]
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from autoshard.evidence.candidate import Trial
-from autoshard.report_svg import Point, mesh_svg, scatter_svg
-from autoshard.table import Leaf, SpecTable, spec_text, trials_of
-from autoshard.table_patterns import fold
+from autoshard.report.svg import Point, mesh_svg, scatter_svg
+from autoshard.table.leaf_patterns import fold
+from autoshard.table.spec_table import Leaf, SpecTable, spec_text, trials_of
 from autoshard.text import bytes_text, printable, seconds_text
 
 _GROUPS = ("parameters", "optimizer", "data", "other")

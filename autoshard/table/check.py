@@ -23,10 +23,10 @@ from autoshard.errors import MeshError, RuleError, SpecError, TableError
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.pins import canonical_spec
 from autoshard.layout.prepare import Prepared, make_request, prepare
-from autoshard.rederive import leaf_changes, rederive, unlike
-from autoshard.table import Leaf, SpecTable, spec_from_entry, spec_text
-from autoshard.table_patterns import fold
-from autoshard.tabulate import primitives_of
+from autoshard.table.from_plan import primitives_of
+from autoshard.table.leaf_patterns import fold
+from autoshard.table.rebind import leaf_changes, rederive, unlike
+from autoshard.table.spec_table import Leaf, SpecTable, spec_from_entry, spec_text
 from autoshard.tracing.program import Value
 
 Kind = Literal[

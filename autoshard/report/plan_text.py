@@ -12,8 +12,8 @@ from autoshard.bound_plan import BoundPlan
 from autoshard.evidence.candidate import Skipped, Trial
 from autoshard.evidence.collectives import Collective
 from autoshard.evidence.throughput import Throughput
-from autoshard.table import SpecTable, spec_text, trials_of
-from autoshard.table_patterns import Each, fold
+from autoshard.table.leaf_patterns import Each, fold
+from autoshard.table.spec_table import SpecTable, spec_text, trials_of
 from autoshard.text import bytes_text, render, seconds_text
 
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
-from autoshard.table import Leaf, SpecTable, spec_text, trials_of
-from autoshard.table_patterns import Each, fold, path_key
+from autoshard.table.leaf_patterns import Each, fold, path_key
+from autoshard.table.spec_table import Leaf, SpecTable, spec_text, trials_of
 from autoshard.text import bytes_text, printable, seconds_text
 
 

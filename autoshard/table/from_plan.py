@@ -13,7 +13,8 @@ import msgspec
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.bound_plan import BoundPlan
 from autoshard.layout.spec import Spec
-from autoshard.table import (
+from autoshard.table.leaf_patterns import likenesses
+from autoshard.table.spec_table import (
     ConstraintEntry,
     Evidence,
     Leaf,
@@ -22,7 +23,6 @@ from autoshard.table import (
     by_path,
     spec_to_entry,
 )
-from autoshard.table_patterns import likenesses
 from autoshard.tracing.program import Program, Value
 from autoshard.version import own_version
 

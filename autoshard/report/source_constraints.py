@@ -19,7 +19,13 @@ from jax.sharding import PartitionSpec
 
 from autoshard.axes.axis_classes import LogicalAxes
 from autoshard.layout.constraints import ANCHORS
-from autoshard.sites import Expression, Site, expression_at, operand_expression, sites_of
+from autoshard.report.source_expressions import (
+    Expression,
+    Site,
+    expression_at,
+    operand_expression,
+    sites_of,
+)
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints
 from autoshard.tracing.source_lines import name_stack_of, source_line

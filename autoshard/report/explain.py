@@ -25,7 +25,7 @@ from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import shard_count
-from autoshard.otherwise import predictor_for, role_of
+from autoshard.report.what_if import predictor_for, role_of
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.tracing.program import Value
 from autoshard.tracing.source_lines import source_line

@@ -12,10 +12,10 @@ import io
 from collections.abc import Callable, Mapping
 
 from autoshard.errors import ArgumentError
-from autoshard.export_logical import logical_text
-from autoshard.export_python import python_text, regex_text
-from autoshard.table import Leaf, SpecTable, spec_text
-from autoshard.table_patterns import fold
+from autoshard.table.export_logical_rules import logical_text
+from autoshard.table.export_python import python_text, regex_text
+from autoshard.table.leaf_patterns import fold
+from autoshard.table.spec_table import Leaf, SpecTable, spec_text
 from autoshard.text import printable
 
 

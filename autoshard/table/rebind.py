@@ -24,7 +24,7 @@ from autoshard.layout.pins import canonical_spec
 from autoshard.layout.prepare import Prepared
 from autoshard.layout.problem import Problem
 from autoshard.layout.spec import Spec
-from autoshard.table import Leaf, SpecTable, spec_from_entry
+from autoshard.table.spec_table import Leaf, SpecTable, spec_from_entry
 from autoshard.tracing.program import Value
 
 _NUMBER = re.compile(r"\d+")
