@@ -5,7 +5,8 @@
 'model'
 """
 
-from autoshard.apply import apply as apply
+from autoshard._apply import apply as apply
+from autoshard._optimize import optimize as optimize
 from autoshard.bound_plan import Verification as Verification
 from autoshard.compiler.initialise import init as init
 from autoshard.devices.target import target as target
@@ -29,7 +30,6 @@ from autoshard.evaluate.effort import Effort as Effort
 from autoshard.evidence.candidate import Trial as Trial
 from autoshard.layout.axis_rule import AxisRule as AxisRule
 from autoshard.layout.pins import Only as Only
-from autoshard.optimize import optimize as optimize
 from autoshard.plan import Plan as Plan
 from autoshard.table.check import check as check
 from autoshard.table.spec_table import SpecTable as SpecTable

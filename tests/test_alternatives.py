@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.alternatives import axis_names, mesh_shapes
 from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.hardware.hardware import Link, h100
 from autoshard.cost_model.predict import Predictor
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError
+from autoshard.joint_search import axis_names, mesh_shapes
 from autoshard.search.proposer import propose
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import array, mesh_of, prepared

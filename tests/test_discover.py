@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
-from autoshard import Effort, optimize
+from autoshard import Effort
 from autoshard.axes import infer_rules
 from autoshard.axes.axis_classes import logical_axes
 from autoshard.axes.infer_rules import RuleFinder

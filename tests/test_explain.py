@@ -132,7 +132,7 @@ def test_every_preset_that_lost_has_its_reason(mesh_4x2: Mesh) -> None:
 def test_the_command_explains_a_table(
     mesh_4x2: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from autoshard.cli import app
+    from autoshard.cli.app import app
 
     plan = autoshard.apply(models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", donate_argnums=0)
     plan.table.save(tmp_path / "t.json")

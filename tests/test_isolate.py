@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh
 
 import autoshard
-from autoshard import Effort, optimize
+from autoshard import Effort
 from autoshard.compiler import isolated
 from autoshard.compiler.compile import build, compile_built
 from autoshard.compiler.isolated import COMMAND, Failure, InProcess, Isolation

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import autoshard
-from autoshard.cli_table import report
+from autoshard.cli.tables import report
 from autoshard.report.html import leaf_bytes, report_html, shard_bytes, summary
 from autoshard.report.svg import mesh_svg
 from autoshard.table.spec_table import Leaf, SpecTable

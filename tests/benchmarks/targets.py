@@ -27,6 +27,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 import autoshard
+from autoshard._optimize import resolve_hardware
 from autoshard.compiler.cache import CompileCache, Refusal, default_folder
 from autoshard.compiler.compile import Reading
 from autoshard.compiler.pool import CompilePool, Job, Outcome
@@ -35,7 +36,6 @@ from autoshard.evaluate.target_selection import priced
 from autoshard.evidence.candidate import CompiledEvidence, Predicted
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.mesh import resolve_mesh
-from autoshard.optimize import resolve_hardware
 from autoshard.text import bytes_text, seconds_text
 from examples.llama_target import factory
 from tests.benchmarks.suite import ATTEMPTS, random_layouts

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from autoshard.cli import app
+from autoshard.cli.app import app
 from autoshard.cost_model.hardware.backend import ACCELERATOR, CPU, Backend
 from autoshard.cost_model.hardware.hardware import h100
 from autoshard.cost_model.memory_breakdown import Purpose, breakdown

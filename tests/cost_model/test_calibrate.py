@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from autoshard._optimize import resolve_hardware
 from autoshard.cost_model.hardware import calibrate as calibration
 from autoshard.cost_model.hardware.calibrate import Sample, calibrate, predicted_s
 from autoshard.cost_model.hardware.collectives import collective_s
 from autoshard.cost_model.hardware.hardware import Hardware, Link, cpu
 from autoshard.errors import HardwareError
 from autoshard.layout.mesh import resolve_mesh
-from autoshard.optimize import resolve_hardware
 
 TRUE = Hardware(
     name="true",

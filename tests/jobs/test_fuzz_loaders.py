@@ -12,10 +12,10 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autoshard.cli.job_file import Job, parse_job
 from autoshard.cost_model.hardware.hardware import Hardware, h100
 from autoshard.errors import ArgumentError, AutoshardError, HardwareError, StudyError
 from autoshard.evidence.candidate import Trial
-from autoshard.job import Job, parse_job
 from autoshard.search.study.claims import Board, record_of
 from autoshard.search.study.journal import Journal
 from autoshard.search.study.shared_evaluation import trials_of

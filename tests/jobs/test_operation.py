@@ -19,13 +19,13 @@ import yaml
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
-from autoshard.cli import app
-from autoshard.cli_doctor import examine
+from autoshard.cli.app import app
+from autoshard.cli.doctor import examine
+from autoshard.cli.factory import use_processes
+from autoshard.cli.job_file import arguments_of, parse_job, read_job
+from autoshard.cli.job_log import log_events
 from autoshard.errors import ArgumentError
-from autoshard.events import log_events
 from autoshard.evidence.candidate import Trial
-from autoshard.factory import use_processes
-from autoshard.job import arguments_of, parse_job, read_job
 from autoshard.layout.pins import Only
 from autoshard.processes.process_group import LOST
 from autoshard.processes.supervisor import supervise
@@ -138,7 +138,7 @@ def test_pins_of_a_job_file_are_those_of_optimize(monkeypatch: pytest.MonkeyPatc
         "w" = ["", ["x", "y"]]
         "re:.*/b" = { only = ["", "*", "x", ["x", "y"]] }
     """
-    monkeypatch.setattr("autoshard.job.call_factory", lambda _: {})
+    monkeypatch.setattr("autoshard.cli.job_file.call_factory", lambda _: {})
     pins = arguments_of(parse_job(text, "autoshard.toml"))["pins"]
     assert pins["w"] == P(None, ("x", "y"))
     assert pins[re.compile(".*/b")] == Only(None, P.UNCONSTRAINED, "x", ("x", "y"))

@@ -10,14 +10,14 @@ import jax
 import pytest
 
 import autoshard
-from autoshard import Effort, ExtraError, TargetError, optimize
+from autoshard import Effort, ExtraError, TargetError
+from autoshard._optimize import resolve_hardware
 from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
 from autoshard.compiler.pool import read_refusal
 from autoshard.cost_model.hardware.hardware import PRESETS
 from autoshard.devices.parts import GPUS
 from autoshard.devices.target import parse_target
 from autoshard.layout.mesh import resolve_mesh
-from autoshard.optimize import resolve_hardware
 from tests.targets.steps import args, plan, step
 
 

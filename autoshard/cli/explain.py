@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.apply import apply
-from autoshard.factory import FACTORY, call_factory, use_cpu_devices
+from autoshard._apply import apply
+from autoshard.cli.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.table.spec_table import SpecTable, trials_of
 
 

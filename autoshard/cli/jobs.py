@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from autoshard.cli.factory import use_cpu_devices, use_processes
+from autoshard.cli.job_file import Job, read_job, run_job
+from autoshard.cli.job_log import log_events
 from autoshard.errors import ArgumentError, StudyError
-from autoshard.events import log_events
-from autoshard.factory import use_cpu_devices, use_processes
-from autoshard.job import Job, read_job, run_job
 from autoshard.processes.supervisor import supervise
 from autoshard.search.study.status import standing_json, standing_of, standing_text
 from autoshard.search.study.storage import (

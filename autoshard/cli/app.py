@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import jax
 import typer
 
-from autoshard import cli_doctor, cli_explain, cli_hardware, cli_jobs, cli_table, cli_target
+from autoshard.cli import doctor, explain, hardware, jobs, tables, targets
+from autoshard.cli.job_file import read_job
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
-from autoshard.job import read_job
 from autoshard.plan import Plan
 from autoshard.processes.process_group import LOST
 from autoshard.report.plan_text import table_text
@@ -48,7 +48,7 @@ def common(
 
 @app.command()
 def search(
-    what: cli_jobs.What,
+    what: jobs.What,
     mesh: Annotated[
         str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")
     ] = None,
@@ -56,9 +56,9 @@ def search(
         str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
-    storage: cli_jobs.Storage = None,
-    study: cli_jobs.Study = None,
-    lease: cli_jobs.Lease = None,
+    storage: jobs.Storage = None,
+    study: jobs.Study = None,
+    lease: jobs.Lease = None,
     memory_budget: Annotated[str | None, typer.Option(help="Per device, such as 16GiB.")] = None,
     hardware: Annotated[
         str | None, typer.Option(help="Preset, or a file written by calibration.")
@@ -70,7 +70,7 @@ def search(
         int | None, typer.Option(help="Candidates to measure.", show_default="4")
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop measuring after this long.")] = None,
-    seed: cli_jobs.Seed = None,
+    seed: jobs.Seed = None,
     isolate: Annotated[
         bool | None,
         typer.Option(
@@ -86,7 +86,7 @@ def search(
         str | None, typer.Option(help="For the compiler's process, such as 16GiB.")
     ] = None,
     cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
-    distributed: cli_jobs.Distributed = None,
+    distributed: jobs.Distributed = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")
     ] = False,
@@ -106,7 +106,7 @@ def search(
             "distributed": distributed,
         },
     )  # fmt: skip
-    plan = cli_jobs.with_job(job, progress=not quiet)
+    plan = jobs.with_job(job, progress=not quiet)
     if jax.process_index() != 0:
         return
     print(json.dumps(plan_json(plan), indent=1) if as_json else str(plan))
@@ -124,18 +124,18 @@ def show(
     print(loaded.dumps() if as_json else table_text(loaded))
 
 
-app.command()(cli_jobs.worker)
-app.command()(cli_jobs.status)
-app.command()(cli_jobs.finish)
-app.command()(cli_doctor.doctor)
-app.command()(cli_explain.explain)
-app.command()(cli_table.check)
-app.command()(cli_table.diff)
-app.command()(cli_table.export)
-app.command()(cli_table.report)
-app.command()(cli_target.capture_target)
-app.command()(cli_hardware.calibrate)
-app.command()(cli_hardware.memory)
+app.command()(jobs.worker)
+app.command()(jobs.status)
+app.command()(jobs.finish)
+app.command()(doctor.doctor)
+app.command()(explain.explain)
+app.command()(tables.check)
+app.command()(tables.diff)
+app.command()(tables.export)
+app.command()(tables.report)
+app.command()(targets.capture_target)
+app.command()(hardware.calibrate)
+app.command()(hardware.memory)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

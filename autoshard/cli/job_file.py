@@ -30,11 +30,11 @@ import jax
 import msgspec
 from jax.sharding import PartitionSpec
 
+from autoshard._optimize import optimize
+from autoshard.cli.factory import call_factory
 from autoshard.errors import ArgumentError
 from autoshard.evaluate.effort import Effort
-from autoshard.factory import call_factory
 from autoshard.layout.pins import Only
-from autoshard.optimize import optimize
 from autoshard.plan import Plan
 from autoshard.search.study.shared_evaluation import Sharing
 from autoshard.search.study.storage import without_password
@@ -60,7 +60,7 @@ class Job:
     """What to search for. What is None is left to the factory, else to `optimize`.
 
     Attributes:
-        factory: See `autoshard.factory`.
+        factory: See `autoshard.cli.factory`.
         variants: Instead of it, factories by name of functions that do the same work in other ways.
         samples_per_step: Of each variant, where they differ; the time of one sample is compared.
         mesh: Such as `data=4,model=2`.

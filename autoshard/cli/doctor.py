@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 import jax
 import typer
 
+from autoshard.cli.factory import use_cpu_devices
 from autoshard.errors import AutoshardError
-from autoshard.factory import use_cpu_devices
 from autoshard.search.study.storage import (
     close_storage,
     open_storage,

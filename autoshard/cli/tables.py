@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from autoshard.cli.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.devices.mesh_text import parse_axes
-from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.report.html import report_html
 from autoshard.table.check import check as check_table
 from autoshard.table.diff import diff_text

@@ -11,7 +11,8 @@ from typing import Annotated
 import jax
 import typer
 
-from autoshard.apply import apply
+from autoshard._apply import apply
+from autoshard.cli.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.cost_model.hardware.backend import backend_for
 from autoshard.cost_model.hardware.calibrate import ROUNDS, Calibration
 from autoshard.cost_model.hardware.calibrate import calibrate as measure_devices
@@ -19,7 +20,6 @@ from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.memory_breakdown import Purpose, breakdown
 from autoshard.devices.mesh_text import parse_axes
 from autoshard.errors import ArgumentError, HardwareError
-from autoshard.factory import FACTORY, call_factory, use_cpu_devices
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import resolve_mesh
 from autoshard.plan import Plan

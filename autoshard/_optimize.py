@@ -14,8 +14,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from autoshard.alternatives import Variant, device_count, over_mesh_shapes, over_variants
-from autoshard.apply import rebinder
+from autoshard._apply import rebinder
 from autoshard.bound_plan import Verification
 from autoshard.compiler.cache import CompileCache, default_folder
 from autoshard.compiler.compile import CompilerOptions
@@ -38,6 +37,7 @@ from autoshard.evaluate.multiprocess import LeadersBench, Outcome, follow, ident
 from autoshard.evaluate.selection import best_so_far, climb
 from autoshard.evaluate.target_selection import climb_target
 from autoshard.evidence.throughput import Throughput, checked_samples
+from autoshard.joint_search import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.prepare import Pins, Prepared, make_request, prepare
