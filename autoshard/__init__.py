@@ -7,7 +7,7 @@
 
 from autoshard._apply import apply as apply
 from autoshard._optimize import optimize as optimize
-from autoshard.bound_plan import Verification as Verification
+from autoshard.compiler.bound_plan import Verification as Verification
 from autoshard.compiler.initialise import init as init
 from autoshard.devices.target import target as target
 from autoshard.errors import ArgumentError as ArgumentError

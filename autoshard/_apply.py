@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from autoshard.bound_plan import Verification
+from autoshard.compiler.bound_plan import Verification
 from autoshard.compiler.compile import CompilerOptions
 from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor

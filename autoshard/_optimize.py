@@ -15,7 +15,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from autoshard._apply import rebinder
-from autoshard.bound_plan import Verification
+from autoshard.compiler.bound_plan import Verification
 from autoshard.compiler.cache import CompileCache, default_folder
 from autoshard.compiler.compile import CompilerOptions
 from autoshard.compiler.isolated import Isolation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, overload
 
-from autoshard.bound_plan import BoundPlan
+from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.layout.pins import PinMap
 from autoshard.report.explain import Explanation, explain

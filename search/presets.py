@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.dim_rules import LoopKind
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.evidence.candidate import Skipped
 from autoshard.layout.axis_rule import OPTIMIZER, AxisRule
 from autoshard.layout.problem import Problem

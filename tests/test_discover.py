@@ -15,11 +15,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
-from autoshard import Effort
+from autoshard import Effort, optimize
 from autoshard.axes import infer_rules
 from autoshard.axes.axis_classes import logical_axes
 from autoshard.axes.infer_rules import RuleFinder
-from autoshard.dim_rules import DimRule, LoopKind
+from autoshard.axes.sharding_rules import DimRule, LoopKind
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import flatten_call, options_for
 from autoshard.tracing.trace import trace

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh
 
 import autoshard
-from autoshard import Effort
+from autoshard import Effort, optimize
 from autoshard.compiler import isolated
 from autoshard.compiler.compile import build, compile_built
 from autoshard.compiler.isolated import COMMAND, Failure, InProcess, Isolation
@@ -48,10 +48,10 @@ def real_worker(patch: str) -> tuple[str, ...]:
     return (
         *COMMAND[:2],
         "-c",
-        "import os, sys, time\nfrom autoshard import compat, compile_worker\nreal = "
-        "compat.compile_requested\n"
+        "import os, sys, time\nfrom autoshard.compiler import worker\n"
+        "from autoshard.jax_internals import executables\nreal = executables.compile_requested\n"
         f"{patch}\n"
-        "compile_worker.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))",
+        "worker.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))",
     )
 
 
@@ -217,7 +217,7 @@ def test_hangs(plans: dict[str, Plan], script: str) -> None:
 
 def test_memory_limit(plans: dict[str, Plan]) -> None:
     """The compiler's allocations end at the limit, and the next worker is as good as the first."""
-    patch = "compat.compile_requested = lambda *args: bytearray(2**33)"
+    patch = "executables.compile_requested = lambda *args: bytearray(2**33)"
     with Isolation(plans["fsdp"].mesh, memory_bytes=2**32, command=real_worker(patch)) as isolation:
         outcome = isolation.compile(plans["fsdp"].built)
         assert isinstance(outcome, Failure)
@@ -290,7 +290,7 @@ def test_a_search_goes_on_after_an_abort(mesh_4x2: Mesh, monkeypatch: pytest.Mon
         "        os.write(2, b'F0101 07:00:00 spmd.cc:42] Check failed: groups == 4\\n')\n"
         "        os.abort()\n"
         "    return real(request, devices)\n"
-        "compat.compile_requested = compile_requested"
+        "executables.compile_requested = compile_requested"
     )
     monkeypatch.setattr(Isolation.__init__, "__kwdefaults__", {
         "timeout_s": 600.0, "memory_bytes": None, "command": real_worker(patch),

@@ -300,7 +300,7 @@ def test_a_table_of_an_older_schema_is_applied(schema: int) -> None:
 
 
 def test_the_json_schema_is_shipped_and_holds(table: SpecTable, deep: autoshard.Plan) -> None:
-    shipped = json.loads((Path(autoshard.__file__).parent / "table_schema.json").read_text())
+    shipped = json.loads((Path(autoshard.__file__).parent / "table" / "schema.json").read_text())
     assert shipped == json_schema()
     check = jsonschema.Draft202012Validator(shipped)
     check.check_schema(shipped)

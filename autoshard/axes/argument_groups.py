@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes
-from autoshard.dim_rules import LoopKind
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.tracing.program import Eqn, Value
 
 ANCHORS = frozenset(

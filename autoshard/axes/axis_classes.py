@@ -24,7 +24,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
+from autoshard.axes.sharding_rules import DimRule, LoopKind, reshape_rule, rule_of
 from autoshard.tracing.program import Eqn, Flow, Program, Value
 
 NO_AXIS = -1

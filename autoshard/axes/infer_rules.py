@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.axes.kernels import grid_rule
+from autoshard.axes.sharding_rules import DimRule, LoopKind, known_primitives, rule_of
 from autoshard.axes.sharding_rules.builder import Loops, whole_rule
-from autoshard.dim_rules import DimRule, LoopKind, known_primitives, rule_of
 from autoshard.jax_internals import executables, jaxprs
 from autoshard.shardy.op_rules import LoweredOps, lowered_ops
 from autoshard.tracing.program import Eqn

@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.axes.sharding_rules import DimRule, LoopKind
 from autoshard.axes.sharding_rules.builder import Loops, whole_rule
-from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.program import Eqn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from autoshard.bound_plan import BoundPlan, argument_of
+from autoshard.compiler.bound_plan import BoundPlan, argument_of
 from autoshard.errors import ArgumentError
 from autoshard.tracing.signature import is_static
 

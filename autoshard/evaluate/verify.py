@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autoshard.axes.axis_classes import LogicalAxes
+from autoshard.axes.sharding_rules import PICK, LoopKind
 from autoshard.compiler.transfer import whole
-from autoshard.dim_rules import PICK, LoopKind
 from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Verified
 from autoshard.layout.mesh import MeshInfo

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 from autoshard.axes.axis_classes import COPIES
 from autoshard.axes.kernels import params_of_piece
 from autoshard.axes.logical_axes import Roles
-from autoshard.axes.sharding_rules import attention
-from autoshard.dim_rules import DimRule, LoopKind
+from autoshard.axes.sharding_rules import DimRule, LoopKind, attention
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.program import Body, Eqn, Value

@@ -16,8 +16,8 @@ from autoshard.axes.argument_groups import find_groups
 from autoshard.axes.axis_classes import LogicalAxes, logical_axes
 from autoshard.axes.infer_rules import RuleFinder
 from autoshard.axes.logical_axes import find_roles
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.axes.sharding_rules.special import KERNELS
-from autoshard.dim_rules import LoopKind
 from autoshard.errors import ArgumentError, PathError
 from autoshard.layout.constraints import unstated_roles
 from autoshard.layout.mesh import MeshInfo, resolve_mesh

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.axes.argument_groups import Groups
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.axes.logical_axes import Roles
-from autoshard.dim_rules import LoopKind
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.errors import RuleError
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule
 from autoshard.layout.spec import Barred, Spec

@@ -28,10 +28,10 @@ import jax
 from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS, logical_axes
 from autoshard.axes.logical_axes import find_roles
+from autoshard.axes.sharding_rules import DimRule, LoopKind, reshape_rule
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.predict import Prediction, Predictor
-from autoshard.dim_rules import DimRule, LoopKind, reshape_rule
 from autoshard.errors import AutoshardError
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared, prepare

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from autoshard.bound_plan import BoundPlan
+from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.hardware.refit import summary_s

@@ -38,7 +38,7 @@ def report_html(table: SpecTable) -> str:
             _evidence(table),
         ]
     )
-    page = files("autoshard").joinpath("report_page.html").read_text(encoding="utf-8")
+    page = files("autoshard.report").joinpath("page.html").read_text(encoding="utf-8")
     return page.replace("<!--TITLE-->", _safe(title)).replace("<!--BODY-->", body)
 
 

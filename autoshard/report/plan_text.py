@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from autoshard.bound_plan import BoundPlan
+from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.evidence.candidate import Skipped, Trial
 from autoshard.evidence.collectives import Collective
 from autoshard.evidence.throughput import Throughput

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from rich.table import Table
 
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.bound_plan import BoundPlan
+from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.compiler.compile import Compiled, build, compile_built
 from autoshard.cost_model.hardware.backend import backend_for
 from autoshard.cost_model.hardware.hardware import Hardware, hardware_for

@@ -11,7 +11,7 @@ import jax
 import msgspec
 
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.bound_plan import BoundPlan
+from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.layout.spec import Spec
 from autoshard.table.leaf_patterns import likenesses
 from autoshard.table.spec_table import (

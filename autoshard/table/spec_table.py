@@ -309,7 +309,7 @@ class SpecTable(msgspec.Struct, frozen=True):
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of the file; shipped as `table_schema.json`."""
+    """JSON Schema of the file; shipped as `schema.json`."""
     return {
         "title": "autoshard spec table",
         "$schema": "https://json-schema.org/draft/2020-12/schema",

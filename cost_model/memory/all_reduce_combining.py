@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from autoshard.axes.axis_classes import LogicalAxes
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.cost_model.memory.liveness import END, MemoryTable
 from autoshard.cost_model.program.equation_classes import Classes
-from autoshard.dim_rules import LoopKind
 from autoshard.layout.constraints import ANCHORS, CUT_KERNELS
 from autoshard.tracing.program import Body
 

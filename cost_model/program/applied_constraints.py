@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.dim_rules import LoopKind
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leaves_open
 from autoshard.layout.placements import OPEN, Placements
 from autoshard.layout.problem import Problem

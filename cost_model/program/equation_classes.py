@@ -15,11 +15,11 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.cost_model.program.applied_constraints import Readers
 from autoshard.cost_model.program.flops import FUSED, flops
 from autoshard.cost_model.program.fusion_schedule import UPDATES, Schedule
 from autoshard.cost_model.program.halo import exchanges
-from autoshard.dim_rules import LoopKind
 from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Body, Eqn, Value
 

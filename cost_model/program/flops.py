@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from autoshard.dim_rules import DimRule
+from autoshard.axes.sharding_rules import DimRule
 from autoshard.tracing.program import Eqn
 
 FUSED = frozenset(

@@ -18,8 +18,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoshard.axes.sharding_rules import DimRule, LoopKind
 from autoshard.axes.sharding_rules.builder import ints
-from autoshard.dim_rules import DimRule, LoopKind
 from autoshard.tracing.program import Eqn
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.dim_rules import LoopKind
+from autoshard.axes.sharding_rules import LoopKind
 from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.layout.placements import Placements
 from autoshard.layout.problem import Problem

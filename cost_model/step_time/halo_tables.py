@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.axes.sharding_rules import DimRule
 from autoshard.cost_model.program.halo import ASIDE, GATHERED, exchanges, shards_sent
 from autoshard.cost_model.step_time.reshard import Array, Moves, Specs
-from autoshard.dim_rules import DimRule
 from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn, Value
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.axes.sharding_rules import DimRule
 from autoshard.cost_model.program.applied_constraints import Columns
 from autoshard.cost_model.program.equation_classes import Operand
 from autoshard.cost_model.step_time.reshard import Array
-from autoshard.dim_rules import DimRule
 from autoshard.layout.constraints import closed_dims
 from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.axes.sharding_rules import known_primitives, rule_of
 from autoshard.cost_model.program.flops import EXPENSIVE, FUSED, REDUCTIONS, flops
-from autoshard.dim_rules import known_primitives, rule_of
 from tests.stages import array, traced
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.dim_rules import PICK, DimRule, LoopKind
+from autoshard.axes.sharding_rules import PICK, DimRule, LoopKind
 from autoshard.tracing.program import Eqn, Value
 from tests.stages import QUICKLY
 

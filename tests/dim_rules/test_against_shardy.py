@@ -13,7 +13,7 @@ from rule_cases import CASES, Case
 from rule_check import Application, run
 
 from autoshard.axes.infer_rules import stated_rule
-from autoshard.dim_rules import DimRule, LoopKind, known_primitives
+from autoshard.axes.sharding_rules import DimRule, LoopKind, known_primitives
 from autoshard.shardy.op_rules import lowered_ops
 
 _EXACT_WINDOWS = (

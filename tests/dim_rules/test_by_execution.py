@@ -18,7 +18,7 @@ from jax import lax
 from rule_cases import distinct, integers, primitives
 from rule_check import application, disproved
 
-from autoshard.dim_rules import known_primitives
+from autoshard.axes.sharding_rules import known_primitives
 
 SIZES = st.sampled_from((1, 2, 3, 4, 6))
 EVEN = st.sampled_from((2, 4, 6))

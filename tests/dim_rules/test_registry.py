@@ -9,7 +9,7 @@ from collections import Counter
 import jax
 import pytest
 
-from autoshard.dim_rules import Coverage, LoopKind, known_primitives, rule_of
+from autoshard.axes.sharding_rules import Coverage, LoopKind, known_primitives, rule_of
 from autoshard.tracing.program import Eqn, Value
 
 NAMES = """

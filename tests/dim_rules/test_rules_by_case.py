@@ -8,7 +8,7 @@ import pytest
 from rule_cases import CASES, Case, primitives
 from rule_check import disproved, missing
 
-from autoshard.dim_rules import Coverage, LoopKind, known_primitives
+from autoshard.axes.sharding_rules import Coverage, LoopKind, known_primitives
 
 _NEEDS_A_MESH = "the identity, with a mesh or layout that a test without devices does not have"
 _POSITION = "its numbers depend on the position of an element in the whole array"

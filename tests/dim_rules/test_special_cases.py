@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from autoshard.axes.sharding_rules import DimRule, LoopKind, reshape_rule, rule_of
 from autoshard.axes.sharding_rules.reshaping import groups_of_equal_size
 from autoshard.axes.sharding_rules.windows import tiles_exactly
-from autoshard.dim_rules import DimRule, LoopKind, reshape_rule, rule_of
 from autoshard.tracing.program import Eqn, Value
 
 PASS, REDUCED, PERMUTED, WHOLE = LoopKind.PASS, LoopKind.REDUCED, LoopKind.PERMUTED, LoopKind.WHOLE

@@ -40,11 +40,12 @@ import time
 
 import jax
 
-from autoshard import agreement, bench
+from autoshard.evaluate import device_runner
+from autoshard.processes import process_group
 from tests.models import mlp_args, mlp_step
 
-agreement.Agreement.__init__.__kwdefaults__["grace_s"] = 3.0
-run, build = bench.Bench._run_and_compare, bench.compile_built
+process_group.Agreement.__init__.__kwdefaults__["grace_s"] = 3.0
+run, build = device_runner.Bench._run_and_compare, device_runner.compile_built
 once = pathlib.Path("once")
 
 
@@ -62,9 +63,9 @@ def slow(*args, **kwargs):
 
 
 def factory():
-    bench.compile_built = slow
+    device_runner.compile_built = slow
     if {stuck} and jax.process_index() == 1:
-        bench.Bench._run_and_compare = stuck
+        device_runner.Bench._run_and_compare = stuck
     return dict(fn=mlp_step, example_args=mlp_args(), donate_argnums=0)
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from autoshard import Effort
+from autoshard import Effort, optimize
 from autoshard.errors import StudyError
 from autoshard.report.html import report_html
 from autoshard.search.study.status import standing_json, standing_of, standing_text

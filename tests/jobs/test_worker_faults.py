@@ -42,30 +42,31 @@ def factory():
 """
 
 IN_THE_COMPILER = '''
-from autoshard import isolate
+from autoshard.compiler import isolated
 
 PROGRAM = """
 import os, pathlib, sys, time
-from autoshard import compat, compile_worker
-real, once = compat.compile_requested, pathlib.Path("once")
+from autoshard.compiler import worker
+from autoshard.jax_internals import executables
+real, once = executables.compile_requested, pathlib.Path("once")
 
 def compile_requested(*args):
     if once.exists() or not once.write_text("x"):
         return real(*args)
     {deed}
 
-compat.compile_requested = compile_requested
-compile_worker.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+executables.compile_requested = compile_requested
+worker.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 """
-isolate.Isolation.__init__.__kwdefaults__["command"] = (*isolate.COMMAND[:2], "-c", PROGRAM)
+isolated.Isolation.__init__.__kwdefaults__["command"] = (*isolated.COMMAND[:2], "-c", PROGRAM)
 '''
 
 IN_THE_WORKER = """
 import os
 
-from autoshard import bench
+from autoshard.evaluate import device_runner
 
-real, victim = bench.Bench.compile, pathlib.Path("victim")
+real, victim = device_runner.Bench.compile, pathlib.Path("victim")
 
 
 def compile(self, key, *args):
@@ -76,7 +77,7 @@ def compile(self, key, *args):
     return real(self, key, *args)
 
 
-bench.Bench.compile = compile
+device_runner.Bench.compile = compile
 """
 
 
@@ -147,9 +148,9 @@ def test_a_candidate_that_hangs_on_the_devices_is_rejected_and_the_job_goes_on(
     patch = """
 import time
 
-from autoshard import bench
+from autoshard.evaluate import device_runner
 
-real, once = bench.Bench._run_and_compare, pathlib.Path("once")
+real, once = device_runner.Bench._run_and_compare, pathlib.Path("once")
 
 
 def run(self, *args):
@@ -159,7 +160,7 @@ def run(self, *args):
     return real(self, *args)
 
 
-bench.Bench._run_and_compare = run
+device_runner.Bench._run_and_compare = run
 """
     folder = job_in(tmp_path / "job", patch=patch, measured=2)
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json", "--run-timeout", "60"))
@@ -183,9 +184,9 @@ def test_a_worker_that_is_killed_while_measuring_is_followed_by_the_same_answer(
     patch = """
 import time
 
-from autoshard import bench
+from autoshard.evaluate import device_runner
 
-real = bench.Bench.measure
+real = device_runner.Bench.measure
 
 
 def measure(self, *args):
@@ -194,7 +195,7 @@ def measure(self, *args):
     return real(self, *args)
 
 
-bench.Bench.measure = measure
+device_runner.Bench.measure = measure
 """
     folder = job_in(tmp_path / "job", patch=patch, measured=2)
     (folder / "slowly").touch()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoshard import Effort, NoFeasiblePlanError
+from autoshard import Effort, NoFeasiblePlanError, optimize
 from autoshard.compiler.cache import CompileCache, Refusal
 from autoshard.compiler.compile import Reading
 from autoshard.compiler.pool import CompilePool, Job, Outcome

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import autoshard
-from autoshard import Effort, ExtraError, TargetError
+from autoshard import Effort, ExtraError, TargetError, optimize
 from autoshard._optimize import resolve_hardware
 from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
 from autoshard.compiler.pool import read_refusal

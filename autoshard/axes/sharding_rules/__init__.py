@@ -1,1 +1,15 @@
-"""TODO."""
+"""Dimension rules: for each primitive, which dimensions of its operands and results run over the
+same loop.
+
+`rule_of` is the one way in. A primitive belongs to a family, one file each, and the registry holds
+an entry for every primitive that jax lowers, be it only to say why it links nothing.
+"""
+
+from autoshard.axes.sharding_rules.registry import Coverage as Coverage
+from autoshard.axes.sharding_rules.registry import Entry as Entry
+from autoshard.axes.sharding_rules.registry import known_primitives as known_primitives
+from autoshard.axes.sharding_rules.registry import rule_of as rule_of
+from autoshard.axes.sharding_rules.reshaping import reshape_rule as reshape_rule
+from autoshard.axes.sharding_rules.rule import PICK as PICK
+from autoshard.axes.sharding_rules.rule import DimRule as DimRule
+from autoshard.axes.sharding_rules.rule import LoopKind as LoopKind
