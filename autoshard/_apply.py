@@ -82,7 +82,7 @@ def apply(
         TableError: If the table is for other mesh axes or another function, or cannot be read.
             Under other axis sizes, or for a model of another size, the table's rules give the
             specs, and the plan's notes say so.
-        RuleError: If the preset or a role does not exist here; the existing ones are named.
+        RuleError: If the preset or a logical axis does not exist here; the existing ones are named.
     """
     request, call = make_request(
         fn, example_args, mesh_on(target, mesh), example_kwargs=example_kwargs, static_argnums=static_argnums,
@@ -141,7 +141,7 @@ def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
     if isinstance(pair, tuple) and len(pair) == 2:
         return AxisRule(str(pair[0]), str(pair[1]))
     raise RuleError(
-        f"{rule!r} is no axis rule. Use 'role->mesh axis', a pair (role, mesh axis) or an AxisRule."
+        f"{rule!r} is no axis rule. Use 'logical axis->mesh axis', a pair (logical axis, mesh axis) or an AxisRule."
     )
 
 
@@ -172,8 +172,8 @@ def rebinder(request: Request) -> Callable[[Plan, Call], Plan]:
     def rebind(plan: Plan, call: Call) -> Plan:
         try:
             prepared = prepare(request, call)
-            known = {role.name for role in prepared.problem.roles.roles}
-            rules = tuple(rule for rule in plan.rules if rule.role in known)
+            known = {logical_axis.name for logical_axis in prepared.problem.logical_axes.axes}
+            rules = tuple(rule for rule in plan.rules if rule.logical_axis in known)
             layout = Layout(prepared.problem, rules, plan.layout.inside)
         except (PathError, RuleError, ValueError) as error:
             raise SignatureError(f"the plan's rules do not fit the new shapes: {error}") from error

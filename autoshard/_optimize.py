@@ -205,9 +205,9 @@ def optimize(
             bench = LeadersBench(prepared, bench.inputs, compiler_options, agreement, agreement=agreement,
                                  interrupts=interrupts)  # fmt: skip
         reporter.say(
-            f"{program.name}: {len(program.eqns)} equations, {problem.roles.axes.count} logical "
+            f"{program.name}: {len(program.eqns)} equations, {problem.logical_axes.classes.count} logical "
             f"axes, "
-            f"{len(problem.roles.roles)} roles"
+            f"{len(problem.logical_axes.axes)} logical axes"
         )
         for note in prepared.notes:
             reporter.say(note)

@@ -47,7 +47,7 @@ class PathError(AutoshardError, LookupError):
 
 
 class RuleError(AutoshardError, ValueError):
-    """An axis rule names an unknown role or mesh axis, or is not of the documented form."""
+    """An axis rule names an unknown logical axis or mesh axis, or is not of the documented form."""
 
 
 class SignatureError(AutoshardError, TypeError):

@@ -3,7 +3,7 @@ other.
 
 Told from the data flow, never from names. Parameters and optimizer state are the argument leaves of
 these groups, what they become, and what is computed from them alone (casts). A gradient has the
-logical axes of a parameter (or of one layer of a stacked one), in whatever order, and depends on
+axis classes of a parameter (or of one layer of a stacked one), in whatever order, and depends on
 the data. Everything else that depends on the data is an activation; the rest, the data themselves,
 and what a layout gathers or leaves pending, is other.
 """
@@ -35,7 +35,7 @@ class Purpose(enum.Enum):
 
 def purposes(problem: Problem) -> tuple[Purpose, ...]:
     """The purpose of each value, by `Value.index`."""
-    program, axes, groups = problem.program, problem.roles.axes, problem.groups
+    program, axes, groups = problem.program, problem.logical_axes.classes, problem.groups
     of_input = dict(zip((v.index for v in program.body.inputs), groups.of_input, strict=True))
     on_data = _reached(problem, {i for i, group in of_input.items() if group is Group.DATA})
     shapes = {
@@ -73,7 +73,9 @@ def _reached(problem: Problem, start: set[int]) -> set[int]:
     while size != len(reached):
         size = len(reached)
         for eqn in problem.program.eqns:
-            reached |= {tie.target.index for tie in eqn.ties if tie.source.index in reached}
+            reached |= {
+                mapping.target.index for mapping in eqn.mappings if mapping.source.index in reached
+            }
             if not eqn.bodies and any(v.index in reached for v in eqn.inputs):
                 reached |= {v.index for v in eqn.outputs}
     return reached

@@ -137,7 +137,9 @@ class Predictor:
         table = memory_table(
             problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans
         )
-        sums = find_sums(table, classes, problem.roles.axes, combined=backend.combines_sums)
+        sums = find_sums(
+            table, classes, problem.logical_axes.classes, combined=backend.combines_sums
+        )
         self._peak = Peak(
             table, classes, list(columns), self.placements, self._costs.copy_columns, sums
         )

@@ -1,4 +1,4 @@
-"""Presets: the layouts experts use, as short rule lists over the *discovered* logical axes.
+"""Presets: the layouts experts use, as short rule lists over the *discovered* axis classes.
 
 Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has;
 the residual axis is the parameter axis that most parameter bytes have (FSDP's usual choice); the
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.evidence.candidate import Skipped
 from autoshard.layout.axis_rule import OPTIMIZER, AxisRule
 from autoshard.layout.problem import Problem
@@ -38,7 +38,7 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Roles by what experts would call them; names of roles.
+    """Logical axes by what experts would call them; names of roles.
 
     Attributes:
         batch: Brought by the data, in no parameter.
@@ -58,7 +58,7 @@ class Parts:
 
 
 class _Facts:
-    """Counts that the choice of roles rests on."""
+    """Counts that the choice of logical axes rests on."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -73,44 +73,51 @@ class _Facts:
         ]
         self.activation_bytes: dict[int, float] = defaultdict(float)
         self.batched: dict[int, int] = defaultdict(int)
-        for eqn, trips in program.walk():
+        for eqn, trip_count in program.walk():
             for value in eqn.outputs:
-                for role in set(self.roles(value)):
-                    self.activation_bytes[role] += trips * value.bytes
+                for logical_axis in set(self.logical_axes(value)):
+                    self.activation_bytes[logical_axis] += trip_count * value.bytes
             if eqn.primitive == "dot_general":
-                rule = problem.roles.axes.rules[eqn.index]
-                for i, (role, _) in enumerate(problem.roles.loops(eqn)):
+                rule = problem.logical_axes.classes.rules[eqn.index]
+                for i, (logical_axis, _) in enumerate(problem.logical_axes.factors(eqn)):
                     in_both = i in rule.operands[0] and i in rule.operands[1]
-                    if rule.kinds[i] is LoopKind.PASS and in_both:
-                        self.batched[role] += 1
+                    if rule.kinds[i] is FactorKind.PASS_THROUGH and in_both:
+                        self.batched[logical_axis] += 1
 
-    def roles(self, value: Value) -> tuple[int, ...]:
-        """Roles of a value that rules may use: not scanned ones."""
+    def logical_axes(self, value: Value) -> tuple[int, ...]:
+        """Logical axes of a value that rules may use: not scanned ones."""
         return tuple(
-            r for r in self.problem.roles.of_value[value.index]
-            if r != NO_AXIS and not self.problem.roles.roles[r].scanned
+            r for r in self.problem.logical_axes.of_value[value.index]
+            if r != NO_AXIS and not self.problem.logical_axes.axes[r].scanned
         )  # fmt: skip
 
-    def fits(self, role: int, sizes: Iterable[int]) -> bool:
-        """True if some size of the role is divided by some of the mesh axes."""
+    def fits(self, logical_axis: int, sizes: Iterable[int]) -> bool:
+        """True if some size of the logical axis is divided by some of the mesh axes."""
         return any(
-            size % axis == 0 for size in self.problem.roles.roles[role].sizes for axis in sizes
+            size % axis == 0
+            for size in self.problem.logical_axes.axes[logical_axis].sizes
+            for axis in sizes
         )
 
 
 def find_parts(problem: Problem) -> Parts:
     """Finds what experts would call batch, residual, inner and sequence axes."""
     facts = _Facts(problem)
-    names = [role.name for role in problem.roles.roles]
+    names = [logical_axis.name for logical_axis in problem.logical_axes.axes]
     sizes = [size for size in problem.mesh_axes.values() if size > 1]
-    in_parameters = {r for v in facts.parameters for r in facts.roles(v)}
+    in_parameters = {r for v in facts.parameters for r in facts.logical_axes(v)}
 
-    def leftmost(role: int) -> int:
+    def leftmost(logical_axis: int) -> int:
         return min(
-            (facts.roles(v).index(role) for v in facts.data if role in facts.roles(v)), default=9
+            (
+                facts.logical_axes(v).index(logical_axis)
+                for v in facts.data
+                if logical_axis in facts.logical_axes(v)
+            ),
+            default=9,
         )
 
-    brought = {r for v in facts.data for r in facts.roles(v)} - in_parameters
+    brought = {r for v in facts.data for r in facts.logical_axes(v)} - in_parameters
     ranked = sorted(
         (r for r in brought if facts.fits(r, sizes)),
         key=lambda r: (leftmost(r), -facts.activation_bytes[r], r),
@@ -122,7 +129,7 @@ def find_parts(problem: Problem) -> Parts:
         if r not in in_parameters and r != batch and facts.fits(r, sizes)
     }
     sequence = max(
-        (r for r in others if r in brought or len(problem.roles.roles[r].axes) == 1),
+        (r for r in others if r in brought or len(problem.logical_axes.axes[r].classes) == 1),
         key=lambda r: (facts.activation_bytes[r], -r),
         default=None,
     )
@@ -149,11 +156,11 @@ def find_parts(problem: Problem) -> Parts:
 
 
 def _cover(
-    facts: _Facts, roles: list[int], values: list[Value], *, prefer_batched: bool
+    facts: _Facts, logical_axes: list[int], values: list[Value], *, prefer_batched: bool
 ) -> list[int]:
-    """Roles picked greedily until every value that can be covered is, by bytes still uncovered.
+    """Logical axes picked greedily until every value that can be covered is, by bytes still uncovered.
 
-    Roles that are batch loops of contractions (heads) come before equal ones (head size) if asked:
+    Logical axes that are batch loops of contractions (heads) come before equal ones (head size) if asked:
     splitting them needs no collective inside attention.
     """
     left = [v for v in values if v.shape]
@@ -161,13 +168,13 @@ def _cover(
     while True:
         gain: dict[int, int] = defaultdict(int)
         for value in left:
-            for role in set(facts.roles(value)) & set(roles):
-                gain[role] += value.bytes
+            for logical_axis in set(facts.logical_axes(value)) & set(logical_axes):
+                gain[logical_axis] += value.bytes
         if not gain:
             return chosen
         best = max(gain, key=lambda r: (gain[r], facts.batched[r] if prefer_batched else 0, -r))
         chosen.append(best)
-        left = [v for v in left if best not in facts.roles(v)]
+        left = [v for v in left if best not in facts.logical_axes(v)]
 
 
 def presets(
@@ -189,19 +196,25 @@ def presets(
     skipped: list[Skipped] = []
 
     def rules(
-        roles: Iterable[str], over: Iterable[str], where: str = "everywhere"
+        logical_axes: Iterable[str], over: Iterable[str], where: str = "everywhere"
     ) -> tuple[AxisRule, ...]:
         over = tuple(over)
-        return tuple(AxisRule(role, axis, where=where) for role in roles for axis in over)
+        return tuple(
+            AxisRule(logical_axis, axis, where=where)
+            for logical_axis in logical_axes
+            for axis in over
+        )
 
     def batch(over: Iterable[str]) -> tuple[AxisRule, ...]:
         return rules([] if parts.batch is None else [parts.batch], over)
 
-    def tensor_parallel(roles: tuple[str, ...]) -> tuple[AxisRule, ...]:
-        return (batch(data) if len(axes) > 1 else ()) + rules(roles, model)
+    def tensor_parallel(logical_axes: tuple[str, ...]) -> tuple[AxisRule, ...]:
+        return (batch(data) if len(axes) > 1 else ()) + rules(logical_axes, model)
 
-    readings = [roles for roles in (parts.inner, parts.paired) if roles]
-    inner = min(readings, key=lambda roles: sent_bytes(tensor_parallel(roles)), default=())
+    readings = [logical_axes for logical_axes in (parts.inner, parts.paired) if logical_axes]
+    inner = min(
+        readings, key=lambda logical_axes: sent_bytes(tensor_parallel(logical_axes)), default=()
+    )
     residual = tuple(r for r in parts.residual if r not in inner) or parts.residual
     has_optimizer = Group.OPTIMIZER in problem.groups.of_input
     no_mesh = "no mesh axis has more than one device" if not axes else ""

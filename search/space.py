@@ -1,9 +1,9 @@
-"""The search space: an ordered list of roles for each mesh axis, and its encoding as Optuna
+"""The search space: an ordered list of logical axes for each mesh axis, and its encoding as Optuna
 parameters.
 
 A layout is one rule list per mesh axis, and the order of the mesh axes, which says who takes a
-dimension first where two meet (`Placements`). In the study a parameter per mesh axis and role says
-where in its list the role stands (0: not at all). A last parameter per mesh axis sends the
+dimension first where two meet (`Placements`). In the study a parameter per mesh axis and logical axis says
+where in its list the logical axis stands (0: not at all). A last parameter per mesh axis sends the
 parameters' axes to it in the optimizer state alone (ZeRO-1). Different points may be the same
 effective layout. Rules that hold under a condition only, or take the last occurrence, are no
 points: `refinements` lists them around a good layout.
@@ -22,7 +22,7 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Fit, Problem
 
 PLACES = 4
-MAX_ROLES = 14
+MAX_LOGICAL_AXES = 14
 Point = Mapping[str, str | int]
 Lists = tuple[tuple[AxisRule, ...], ...]
 """The rules of each mesh axis, mesh axes with the first claim first."""
@@ -34,23 +34,23 @@ class Space:
 
     Attributes:
         problem: The problem.
-        roles: Names of the roles that rules may use, largest first.
-        able: By mesh axis with more than one device, the roles that it may split.
-        optimizer_roles: Roles for the optimizer-state rule, in order.
+        logical_axes: Names of the logical axes that rules may use, largest first.
+        able: By mesh axis with more than one device, the logical axes that it may split.
+        optimizer_axes: Logical axes for the optimizer-state rule, in order.
     """
 
     problem: Problem
-    roles: tuple[str, ...]
+    logical_axes: tuple[str, ...]
     able: Mapping[str, tuple[str, ...]]
-    optimizer_roles: tuple[str, ...]
+    optimizer_axes: tuple[str, ...]
 
     def parameters(self) -> dict[str, tuple[str | int, ...]]:
         """Name and choices of every Optuna parameter."""
         choices: dict[str, tuple[str | int, ...]] = {}
-        for axis, roles in self.able.items():
-            for role in roles:
-                choices[f"{axis} {role}"] = tuple(range(PLACES + 1))
-            if self.optimizer_roles:
+        for axis, logical_axes in self.able.items():
+            for logical_axis in logical_axes:
+                choices[f"{axis} {logical_axis}"] = tuple(range(PLACES + 1))
+            if self.optimizer_axes:
                 choices[f"{axis} (optimizer)"] = (0, 1)
         if len(self.able) > 1:
             choices["first"] = tuple(",".join(order) for order in permutations(self.able))
@@ -61,20 +61,25 @@ class Space:
         order = str(point["first"]).split(",") if len(self.able) > 1 else list(self.able)
         lists = []
         for axis in order:
-            places = {role: int(point[f"{axis} {role}"]) for role in self.able[axis]}
+            places = {
+                logical_axis: int(point[f"{axis} {logical_axis}"])
+                for logical_axis in self.able[axis]
+            }
             listed = sorted(
-                (role for role in places if places[role]),
-                key=lambda r: (places[r], self.roles.index(r)),
+                (logical_axis for logical_axis in places if places[logical_axis]),
+                key=lambda r: (places[r], self.logical_axes.index(r)),
             )
-            rules = [AxisRule(role, axis) for role in listed]
-            if self.optimizer_roles and point[f"{axis} (optimizer)"]:
+            rules = [AxisRule(logical_axis, axis) for logical_axis in listed]
+            if self.optimizer_axes and point[f"{axis} (optimizer)"]:
                 rules += self.of_optimizer(axis)
             lists.append(tuple(rules))
         return tuple(lists)
 
     def of_optimizer(self, axis: str) -> tuple[AxisRule, ...]:
         """The rules that send the parameters' axes to a mesh axis in the optimizer state alone."""
-        return tuple(AxisRule(role, axis, where=OPTIMIZER) for role in self.optimizer_roles)
+        return tuple(
+            AxisRule(logical_axis, axis, where=OPTIMIZER) for logical_axis in self.optimizer_axes
+        )
 
     def encode(self, lists: Lists) -> Point | None:
         """A point for lists, or None where the space has none that keeps the order of their
@@ -94,11 +99,11 @@ class Space:
                 return None
             place, previous = 1, -1
             for rule in plain:
-                if rule.role not in self.able[axis] or point[f"{axis} {rule.role}"]:
+                if rule.logical_axis not in self.able[axis] or point[f"{axis} {rule.logical_axis}"]:
                     return None
-                place += self.roles.index(rule.role) < previous
-                previous = self.roles.index(rule.role)
-                point[f"{axis} {rule.role}"] = place
+                place += self.logical_axes.index(rule.logical_axis) < previous
+                previous = self.logical_axes.index(rule.logical_axis)
+                point[f"{axis} {rule.logical_axis}"] = place
             if place > PLACES:
                 return None
             if scoped:
@@ -106,22 +111,24 @@ class Space:
         return point
 
     def lists(self, rules: Sequence[AxisRule]) -> Lists:
-        """The rules of each mesh axis; mesh axes in an order that keeps who is first in a role,
+        """The rules of each mesh axis; mesh axes in an order that keeps who is first in a logical axis,
         where there is one.
         """
-        of_axis: dict[str, list[AxisRule]] = {axis: [] for axis in self.able}
+        of_mesh_axis: dict[str, list[AxisRule]] = {axis: [] for axis in self.able}
         place: dict[tuple[str, str], int] = {}
         for number, rule in enumerate(rules):
-            if rule.mesh_axis in of_axis:
-                of_axis[rule.mesh_axis].append(rule)
-                place.setdefault((rule.role, rule.mesh_axis), number)
+            if rule.mesh_axis in of_mesh_axis:
+                of_mesh_axis[rule.mesh_axis].append(rule)
+                place.setdefault((rule.logical_axis, rule.mesh_axis), number)
 
-        roles = {role for role, _ in place}
+        logical_axes = {logical_axis for logical_axis, _ in place}
         pairs = [
             (a, b)
-            for role in roles
+            for logical_axis in logical_axes
             for a, b in permutations(self.able, 2)
-            if (role, a) in place and (role, b) in place and place[role, a] < place[role, b]
+            if (logical_axis, a) in place
+            and (logical_axis, b) in place
+            and place[logical_axis, a] < place[logical_axis, b]
         ]
         orders = permutations(self.able)
         order = min(
@@ -129,7 +136,7 @@ class Space:
             key=lambda order: sum(order.index(a) > order.index(b) for a, b in pairs),
             default=(),
         )
-        return tuple(tuple(of_axis[axis]) for axis in order)
+        return tuple(tuple(of_mesh_axis[axis]) for axis in order)
 
 
 def rules_of(lists: Lists) -> tuple[AxisRule, ...]:
@@ -142,13 +149,13 @@ def _plain(rules: Sequence[AxisRule]) -> tuple[AxisRule, ...]:
 
 
 def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
-    """Lists that differ in the rules of one mesh axis: one role more, less, another, alone or at
+    """Lists that differ in the rules of one mesh axis: one logical axis more, less, another, alone or at
     another place.
 
     Rules under a condition stay where they are.
 
     Args:
-        space: Whose roles are used.
+        space: Whose logical axes are used.
         lists: Where to start.
         axis: The mesh axis.
     """
@@ -156,8 +163,12 @@ def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
     by_axis = dict(zip(order, lists, strict=True))
     mine = by_axis[axis]
     plain = [i for i, rule in enumerate(mine) if rule.where == EVERYWHERE]
-    listed = {mine[i].role for i in plain}
-    new = [AxisRule(role, axis) for role in space.able[axis] if role not in listed]
+    listed = {mine[i].logical_axis for i in plain}
+    new = [
+        AxisRule(logical_axis, axis)
+        for logical_axis in space.able[axis]
+        if logical_axis not in listed
+    ]
 
     def made(rules: Sequence[AxisRule]) -> Lists:
         return tuple(tuple(rules) if name == axis else by_axis[name] for name in order)
@@ -183,14 +194,14 @@ def neighbours(space: Space, lists: Lists, axis: str) -> Iterator[Lists]:
             yield made([rule for j, rule in enumerate(mine) if j == i or j not in plain])
     if len(plain) > 1:
         yield made([rule for j, rule in enumerate(mine) if j not in plain])
-    if space.optimizer_roles:
+    if space.optimizer_axes:
         scoped = space.of_optimizer(axis)
         rest = tuple(rule for rule in mine if rule.where != OPTIMIZER)
         yield made(rest if len(rest) < len(mine) else (*mine, *scoped))
 
 
 def exchanges(space: Space, lists: Lists) -> Iterator[Lists]:
-    """Lists that differ in two mesh axes: they change rules, a role changes its mesh axis, or
+    """Lists that differ in two mesh axes: they change rules, a logical axis changes its mesh axis, or
     another one is first.
     """
     order = order_of(space, lists)
@@ -201,13 +212,13 @@ def exchanges(space: Space, lists: Lists) -> Iterator[Lists]:
         source, target = order[i], order[j]
         whole = tuple(replace(rule, mesh_axis=target) for rule in lists[i])
         other = tuple(replace(rule, mesh_axis=source) for rule in lists[j])
-        if i < j and all(r.role in space.able[r.mesh_axis] for r in (*whole, *other)):
+        if i < j and all(r.logical_axis in space.able[r.mesh_axis] for r in (*whole, *other)):
             yield tuple(
                 other if k == i else whole if k == j else rules for k, rules in enumerate(lists)
             )
         for rule in _plain(lists[i]):
             moved = replace(rule, mesh_axis=target)
-            if rule.role in space.able[target] and moved not in lists[j]:
+            if rule.logical_axis in space.able[target] and moved not in lists[j]:
                 left = tuple(r for r in lists[i] if r != rule)
                 for there in (
                     (moved, *lists[j]),
@@ -230,15 +241,15 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
     """Rule lists one step beyond the space: a rule takes the last occurrence, or a condition, or a
     new one comes first.
 
-    A condition (`with` or `without` another role of the same value) is worth a try where it is true
-    of some of the values that have the role and false of others; conditions that are true of the
-    same values count once. A new rule comes first or after the last rule of its role (which decides
+    A condition (`with` or `without` another logical axis of the same value) is worth a try where it is true
+    of some of the values that have the logical axis and false of others; conditions that are true of the
+    same values count once. A new rule comes first or after the last rule of its logical axis (which decides
     the order of the mesh axes in a dimension), and only where other rules have its mesh axis in
-    some value that has its role: that is what sends experts to the data axis but leaves it to the
+    some value that has its logical axis: that is what sends experts to the data axis but leaves it to the
     batch while tokens are still in sequences.
 
     Args:
-        space: Whose roles are used.
+        space: Whose logical axes are used.
         rules: Where to start.
     """
     problem = space.problem
@@ -248,27 +259,29 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
     for signature in problem.signatures:
         fit = layout.fit_signature(signature)
         present = frozenset(signature[0]) - {NO_AXIS}
-        for role in present:
-            name = problem.roles.roles[role].name
+        for logical_axis in present:
+            name = problem.logical_axes.axes[logical_axis].name
             having[name].append((present, fit))
-            if signature[0].count(role) > 1:
+            if signature[0].count(logical_axis) > 1:
                 twice.add(name)
     for i, rule in enumerate(rules):
-        if rule.role in twice:
+        if rule.logical_axis in twice:
             flipped: Occurrence = "last" if rule.occurrence == "first" else "first"
             yield (*rules[:i], replace(rule, occurrence=flipped), *rules[i + 1 :])
         if rule.where == EVERYWHERE:
-            for where in _conditions(problem, having[rule.role]):
+            for where in _conditions(problem, having[rule.logical_axis]):
                 yield (*rules[:i], replace(rule, where=where), *rules[i + 1 :])
-    for name in space.roles:
-        for axis, roles in space.able.items():
+    for name in space.logical_axes:
+        for axis, logical_axes in space.able.items():
             contested = [
                 (present, fit)
                 for present, fit in having[name]
                 if any(axis in axes for axes in fit.spec)
             ]
-            if name in roles and contested:
-                last = max((i for i, rule in enumerate(rules) if rule.role == name), default=-1)
+            if name in logical_axes and contested:
+                last = max(
+                    (i for i, rule in enumerate(rules) if rule.logical_axis == name), default=-1
+                )
                 for where in _conditions(problem, contested):
                     new = AxisRule(name, axis, where=where)
                     yield (new, *rules)
@@ -287,50 +300,53 @@ def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) 
         for word, chosen in (("without", everywhere - having), ("with", having)):
             if chosen and chosen != everywhere and chosen not in seen:
                 seen.add(chosen)
-                yield f"{word} {problem.roles.roles[other].name}"
+                yield f"{word} {problem.logical_axes.axes[other].name}"
 
 
-def make_space(problem: Problem, optimizer_roles: Sequence[str] = ()) -> Space:
-    """The space of a problem: its largest roles that some mesh axis divides and no scan consumes.
+def make_space(problem: Problem, optimizer_axes: Sequence[str] = ()) -> Space:
+    """The space of a problem: its largest logical axes that some mesh axis divides and no scan consumes.
 
     Args:
         problem: The problem.
-        optimizer_roles: Roles of the ZeRO-1 rule; empty where no argument is optimizer state.
+        optimizer_axes: Logical axes of the ZeRO-1 rule; empty where no argument is optimizer state.
     """
     weight: dict[int, float] = defaultdict(float)
     program = problem.program
     for value in program.body.inputs:
-        for role in set(problem.roles.of_value[value.index]):
-            weight[role] += value.bytes
-    for eqn, trips in program.walk():
+        for logical_axis in set(problem.logical_axes.of_value[value.index]):
+            weight[logical_axis] += value.bytes
+    for eqn, trip_count in program.walk():
         for value in eqn.outputs:
-            for role in set(problem.roles.of_value[value.index]):
-                weight[role] += trips * value.bytes
+            for logical_axis in set(problem.logical_axes.of_value[value.index]):
+                weight[logical_axis] += trip_count * value.bytes
     weight.pop(NO_AXIS, None)
     axes = {name: size for name, size in problem.mesh_axes.items() if size > 1}
     divided: dict[str, list[str]] = {}
     for index in sorted(weight, key=lambda r: (-weight[r], r)):
-        found = problem.roles.roles[index]
+        found = problem.logical_axes.axes[index]
         by = [axis for axis, size in axes.items() if any(s % size == 0 for s in found.sizes)]
-        if by and not found.scanned and len(divided) < MAX_ROLES:
+        if by and not found.scanned and len(divided) < MAX_LOGICAL_AXES:
             divided[found.name] = by
-    able = {axis: tuple(role for role, by in divided.items() if axis in by) for axis in axes}
-    return Space(problem, tuple(divided), able, tuple(optimizer_roles))
+    able = {
+        axis: tuple(logical_axis for logical_axis, by in divided.items() if axis in by)
+        for axis in axes
+    }
+    return Space(problem, tuple(divided), able, tuple(optimizer_axes))
 
 
 def every_list(space: Space, axis: str, at_most: int) -> list[tuple[AxisRule, ...]] | None:
-    """Every order of every choice of roles for one mesh axis, with and without its optimizer rules.
+    """Every order of every choice of logical axes for one mesh axis, with and without its optimizer rules.
 
     Returns:
         The rule lists; None if there are more than `at_most`.
     """
-    roles = space.able[axis]
+    logical_axes = space.able[axis]
     found: list[tuple[AxisRule, ...]] = []
-    for length in range(len(roles) + 1):
-        for chosen in permutations(roles, length):
-            rules = tuple(AxisRule(role, axis) for role in chosen)
+    for length in range(len(logical_axes) + 1):
+        for chosen in permutations(logical_axes, length):
+            rules = tuple(AxisRule(logical_axis, axis) for logical_axis in chosen)
             found.append(rules)
-            if space.optimizer_roles:
+            if space.optimizer_axes:
                 found.append(rules + space.of_optimizer(axis))
             if len(found) > at_most:
                 return None

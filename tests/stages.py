@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes, logical_axes
+from autoshard.axes.axis_classes import NO_AXIS, AxisClasses, axis_classes
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared, make_request, prepare
@@ -67,14 +67,14 @@ def layout_of(made: Prepared, *rules: str, inside: bool = True) -> Layout:
 
 
 class Axes:
-    """Logical axes of a function, asked for by leaf path: `axes["x"]` is the axes of the dimensions
+    """Axis classes of a function, asked for by leaf path: `axes["x"]` is the axes of the dimensions
     of that leaf."""
 
     def __init__(
         self, fn: Callable[..., Any], *args: Any, carry: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.program = traced(fn, *args).program
-        self.found: LogicalAxes = logical_axes(self.program, carry)
+        self.found: AxisClasses = axis_classes(self.program, carry)
 
     def __getitem__(self, path: str) -> tuple[int, ...]:
         names = (*self.program.input_paths, *self.program.output_paths)

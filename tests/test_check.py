@@ -150,10 +150,10 @@ def test_an_edited_file(table: SpecTable) -> None:
     assert check(plan.table, **job()) == ()
 
 
-def test_rules_of_roles_that_are_not_here(table: SpecTable) -> None:
+def test_rules_of_logical_axes_that_are_not_here(table: SpecTable) -> None:
     renamed = msgspec.structs.replace(table, rules=["nothing.0->data"])
     found = of_kind(check(renamed, **job()), "rules")
-    assert "names role 'nothing.0'" in found.text
+    assert "names logical axis 'nothing.0'" in found.text
 
 
 # Loading under another mesh or a model of another size --------------------------------------------
@@ -193,12 +193,12 @@ def test_what_was_fixed_stays_fixed_where_it_divides() -> None:
     assert plan.specs["params/layers/1/up"] != P(("data", "model"))
 
 
-def test_a_role_is_found_by_its_leaves_when_its_name_changed(table: SpecTable) -> None:
+def test_a_logical_axis_is_found_by_its_leaves_when_its_name_changed(table: SpecTable) -> None:
     def strange(name: str | None) -> str | None:
         return None if name is None else f"old_{name}"
 
     inputs = {
-        path: msgspec.structs.replace(leaf, roles=[strange(r) for r in leaf.roles])
+        path: msgspec.structs.replace(leaf, logical_axes=[strange(r) for r in leaf.logical_axes])
         for path, leaf in table.inputs.items()
     }
     old = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Logical axes: which dimensions of a program are one and the same."""
+"""Axis classes: which dimensions of a program are one and the same."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def test_gradient_accumulation_keeps_the_batch() -> None:
 
     axes = Axes(accumulate, array(16, 4), array(32, 16))
     split = next(e for e in axes.program.eqns if e.primitive == "reshape").outputs[0]
-    trips, batch, features = axes.found.of_value[split.index]
+    trip_count, batch, features = axes.found.of_value[split.index]
     assert (batch, features) == axes["batch"]
-    assert trips != batch
-    assert trips in axes.found.scanned
+    assert trip_count != batch
+    assert trip_count in axes.found.scanned
     assert batch not in axes.found.scanned
     assert features == axes["w"][0]
 
@@ -145,10 +145,10 @@ def test_scanned_dimensions_are_told_from_the_others() -> None:
 
 
 def test_a_while_loop_links_carry_body_and_result() -> None:
-    def loop(x: jax.Array, y: jax.Array) -> jax.Array:
+    def factor(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda c: c.sum() < 100, lambda c: c * 2 + y, x)
 
-    axes = Axes(loop, array(8, 4), array(8, 4))
+    axes = Axes(factor, array(8, 4), array(8, 4))
     assert axes["x"] == axes["y"] == axes["out"]
 
 
@@ -232,7 +232,7 @@ def test_loops_of_an_equation_name_axis_and_size() -> None:
         for e in axes.program.eqns
         if e.primitive == "dot_general" and e.outputs[0].shape == (8, 4, 32, 32)
     )
-    loops = axes.found.loops(scores)
-    assert sorted(size for _, size in loops) == [4, 8, 16, 32, 32], (
+    factors = axes.found.factors(scores)
+    assert sorted(size for _, size in factors) == [4, 8, 16, 32, 32], (
         "two sequence loops, one class each or the same"
     )

@@ -17,14 +17,19 @@ from jax.sharding import Mesh
 
 from autoshard import Effort, optimize
 from autoshard.axes import infer_rules
-from autoshard.axes.axis_classes import logical_axes
+from autoshard.axes.axis_classes import axis_classes
 from autoshard.axes.infer_rules import RuleFinder
-from autoshard.axes.sharding_rules import DimRule, LoopKind
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import flatten_call, options_for
 from autoshard.tracing.trace import trace
 
-PASS, REDUCED, PERMUTED, WHOLE = LoopKind.PASS, LoopKind.REDUCED, LoopKind.PERMUTED, LoopKind.WHOLE
+PASS, REDUCED, PERMUTED, WHOLE = (
+    FactorKind.PASS_THROUGH,
+    FactorKind.REDUCTION,
+    FactorKind.PERMUTATION,
+    FactorKind.NEED_REPLICATION,
+)
 
 
 def primitive(
@@ -60,9 +65,9 @@ def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
     """A lowering through an operation for which the compiler states no rule: a loop of one trip."""
 
     def looped(*args: Any, **params: Any) -> Any:
-        trips = jnp.int32(args[0].size > 0)
+        trip_count = jnp.int32(args[0].size > 0)
         start = jnp.zeros_like(function(*args, **params))
-        return lax.fori_loop(0, trips, lambda _, x: function(*args, **params), start)
+        return lax.fori_loop(0, trip_count, lambda _, x: function(*args, **params), start)
 
     return looped
 
@@ -73,7 +78,7 @@ def program_of(fn: Callable[..., Any], *args: Any) -> Program:
 
 def rule(
     fn: Callable[..., Any], *shapes: Sequence[int], dtype: Any = np.float32
-) -> tuple[DimRule, str]:
+) -> tuple[ShardingRule, str]:
     """The rule of the one unknown equation of a function, and the note on it."""
     finder = RuleFinder()
     program = program_of(fn, *(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape in shapes))
@@ -82,8 +87,8 @@ def rule(
     return found, note
 
 
-def linked(found: DimRule) -> dict[str, str]:
-    """Loops that are not WHOLE, `operand.dim ...>result.dim ...`: {"0.0 1.0>0.0": "pass"}."""
+def linked(found: ShardingRule) -> dict[str, str]:
+    """Loops that are not NEED_REPLICATION, `operand.dim ...>result.dim ...`: {"0.0 1.0>0.0": "pass"}."""
 
     def places(loop: int, maps: Sequence[Sequence[int]]) -> str:
         return " ".join(
@@ -310,7 +315,7 @@ def test_a_large_sample_is_not_run() -> None:
         primitive("test_strict", strict, as_jax=hidden(lambda x: x + 1)), (2**10, 2**10)
     )
     assert linked(found) == {}
-    assert note.startswith("test_strict has no dimension rule of its own: nothing is linked")
+    assert note.startswith("test_strict has no sharding rule of its own: nothing is linked")
 
 
 def test_scalars() -> None:
@@ -387,19 +392,19 @@ def test_equal_equations_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_axes_go_through() -> None:
-    """Batch and features are the same logical axes before and after a user's own primitives."""
+    """Batch and features are the same axis classes before and after a user's own primitives."""
 
     def fn(w: Any, x: Any) -> Any:
         hidden_ = D_ELEMENTWISE(jnp.tanh(x @ w), jnp.cos(x @ w))
         return MATMUL(hidden_, w.T)
 
     program = program_of(fn, np.ones((16, 32), np.float32), np.ones((8, 16), np.float32))
-    axes = logical_axes(program, (), RuleFinder().rule_for)
+    axes = axis_classes(program, (), RuleFinder().rule_for)
     _, batch = program.body.inputs
     (out,) = program.body.outputs
     assert axes.of_value[out.index] == axes.of_value[batch.index]
     assert axes.count == 3
-    plain = logical_axes(program)
+    plain = axis_classes(program)
     assert plain.of_value[out.index][0] != plain.of_value[batch.index][0]
     assert plain.count > 3
 
@@ -412,7 +417,7 @@ def test_a_search_with_a_users_own_primitive(mesh_4x2: Mesh) -> None:
     plan = optimize(step, args, mesh_4x2, effort=Effort(2, 0), progress=False)
     assert plan.verified.ok
     assert any(
-        "test_run_elementwise has no dimension rule of its own" in note for note in plan.notes
+        "test_run_elementwise has no sharding rule of its own" in note for note in plan.notes
     )
 
 

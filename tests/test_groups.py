@@ -111,13 +111,15 @@ def test_a_decode_step_has_a_cache_and_parameters() -> None:
         decode, (params, cache, token, position), mesh_of(data=4, model=2), donate_argnums=1
     )
     assert {made.traced.program.input_paths[i] for i, _ in made.carry} == {"cache/k", "cache/v"}
-    roles, program = made.problem.roles, made.traced.program
+    logical_axes, program = made.problem.logical_axes, made.traced.program
     groups = dict(zip(program.input_paths, made.problem.groups.of_input, strict=True))
     assert under(groups, "params") == {PARAMETER}
     assert under(groups, "cache") == {DATA}
     specs = dict(
         zip(
-            program.input_paths, (roles.of_value[v.index] for v in program.body.inputs), strict=True
+            program.input_paths,
+            (logical_axes.of_value[v.index] for v in program.body.inputs),
+            strict=True,
         )
     )
     assert specs["cache/k"][0] == specs["token"][0], "the batch"

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.axes.kernels import GridLoop, grid_loops
+from autoshard.axes.kernels import GridDimension, grid_dimensions
 from tests.stages import mesh_of, traced
 
-Loops = list[tuple[int, int, dict[int, int], dict[int, int]]]
+RuleBuilder = list[tuple[int, int, dict[int, int], dict[int, int]]]
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
@@ -46,14 +46,14 @@ def call(
     )
 
 
-def loops_of(fn: Any, *args: Any) -> Loops:
+def factors_of(fn: Any, *args: Any) -> RuleBuilder:
     """(grid axis, pieces, dimension by operand, dimension by result) of the only kernel."""
     (eqn,) = (e for e in traced(fn, *args).program.eqns if e.primitive == "pallas_call")
-    return [plain(loop) for loop in grid_loops(eqn)]
+    return [plain(factor) for factor in grid_dimensions(eqn)]
 
 
-def plain(loop: GridLoop) -> tuple[int, int, dict[int, int], dict[int, int]]:
-    return loop.grid_axis, loop.pieces, dict(loop.operands), dict(loop.results)
+def plain(factor: GridDimension) -> tuple[int, int, dict[int, int], dict[int, int]]:
+    return factor.grid_axis, factor.pieces, dict(factor.operands), dict(factor.results)
 
 
 def double(x: Any, out: Any) -> None:
@@ -75,7 +75,7 @@ def one(
 
 
 def test_both_axes_of_a_grid_of_tiles_can_be_cut() -> None:
-    assert loops_of(one(lambda i, j: (i, j), lambda i, j: (i, j)), X) == [
+    assert factors_of(one(lambda i, j: (i, j), lambda i, j: (i, j)), X) == [
         (0, 4, {0: 0}, {0: 0}),
         (1, 2, {0: 1}, {0: 1}),
     ]
@@ -86,7 +86,7 @@ def test_what_is_transposed_moves_along_another_dimension() -> None:
         out[...] = x[...].T
 
     fn = call(flip, (4, 2), [TILE(lambda i, j: (i, j))], row(8, 2)(lambda i, j: (j, i)), (16, 8))
-    assert loops_of(fn, X) == [(0, 4, {0: 0}, {0: 1}), (1, 2, {0: 1}, {0: 0})]
+    assert factors_of(fn, X) == [(0, 4, {0: 0}, {0: 1}), (1, 2, {0: 1}, {0: 0})]
 
 
 def test_an_operand_that_all_steps_share_stays_whole() -> None:
@@ -95,7 +95,7 @@ def test_an_operand_that_all_steps_share_stays_whole() -> None:
 
     blocks = [row(2, 16)(lambda i: (i, 0)), row(16, 16)(lambda i: (0, 0))]
     fn = call(product, (4,), blocks, row(2, 16)(lambda i: (i, 0)), (8, 16))
-    assert loops_of(fn, X, floats(16, 16)) == [(0, 4, {0: 0}, {0: 0})]
+    assert factors_of(fn, X, floats(16, 16)) == [(0, 4, {0: 0}, {0: 0})]
 
 
 def test_a_sum_over_an_axis_is_no_piece_of_the_result() -> None:
@@ -107,7 +107,7 @@ def test_a_sum_over_an_axis_is_no_piece_of_the_result() -> None:
         out[...] += x[...]
 
     fn = call(accumulate, (4, 2), [TILE(lambda i, j: (i, j))], TILE(lambda i, j: (i, 0)), (8, 8))
-    assert loops_of(fn, X) == [(0, 4, {0: 0}, {0: 0})]
+    assert factors_of(fn, X) == [(0, 4, {0: 0}, {0: 0})]
 
 
 def test_an_axis_whose_position_the_kernel_asks_for_is_whole() -> None:
@@ -115,9 +115,9 @@ def test_an_axis_whose_position_the_kernel_asks_for_is_whole() -> None:
         out[...] = x[...] + pl.program_id(0).astype(np.float32)
 
     fn = one(lambda i, j: (i, j), lambda i, j: (i, j), shifted)
-    assert loops_of(fn, X) == [(1, 2, {0: 1}, {0: 1})]
+    assert factors_of(fn, X) == [(1, 2, {0: 1}, {0: 1})]
     stacked = jax.vmap(fn)
-    assert loops_of(stacked, floats(3, 8, 16)) == [(0, 3, {0: 0}, {0: 0}), (2, 2, {0: 2}, {0: 2})]
+    assert factors_of(stacked, floats(3, 8, 16)) == [(0, 3, {0: 0}, {0: 0}), (2, 2, {0: 2}, {0: 2})]
 
 
 @pytest.mark.parametrize(
@@ -133,24 +133,27 @@ def test_an_axis_whose_position_the_kernel_asks_for_is_whole() -> None:
     ],
     ids=["reversed", "rolled", "squared", "skewed"],
 )
-def test_blocks_that_do_not_move_evenly_are_not_cut(index_map: Any, expected: Loops) -> None:
+def test_blocks_that_do_not_move_evenly_are_not_cut(index_map: Any, expected: RuleBuilder) -> None:
     fn = one(index_map, lambda i, j: (i, j))
-    assert loops_of(fn, X) == expected
-    names = autoshard.apply(fn, (X,), mesh_of(a=2, b=2), []).layout.problem.roles.roles
+    assert factors_of(fn, X) == expected
+    names = autoshard.apply(fn, (X,), mesh_of(a=2, b=2), []).layout.problem.logical_axes.axes
     plan = autoshard.apply(
-        fn, (X,), mesh_of(a=2, b=2), [(role.name, axis) for role in names for axis in "ab"]
+        fn,
+        (X,),
+        mesh_of(a=2, b=2),
+        [(logical_axis.name, axis) for logical_axis in names for axis in "ab"],
     )
     np.testing.assert_allclose(plan(X), jax.jit(fn)(X))
 
 
 def test_swapped_halves_can_be_cut_within_a_half() -> None:
     fn = one(lambda i, j: (i // 2 * 2 + (1 - i % 2), j), lambda i, j: (i, j))
-    assert loops_of(fn, X)[0] == (0, 2, {0: 0}, {0: 0})
+    assert factors_of(fn, X)[0] == (0, 2, {0: 0}, {0: 0})
 
 
 def test_blocks_that_do_not_divide_are_whole() -> None:
     fn = call(double, (3,), [row(4)(lambda i: (i,))], row(4)(lambda i: (i,)), (10,))
-    assert loops_of(fn, floats(10)) == []
+    assert factors_of(fn, floats(10)) == []
 
 
 @pytest.mark.parametrize(("semantics", "axes"), [(None, []), (("parallel", "arbitrary"), [0])])
@@ -165,7 +168,7 @@ def test_scratch_memory_may_carry_unless_the_axis_is_declared_parallel(
         lambda i, j: (i, j), lambda i, j: (i, j), kernel, scratch_shapes=[pltpu.VMEM((2, 8), np.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
     )  # fmt: skip
-    assert [axis for axis, *_ in loops_of(fn, X)] == axes
+    assert [axis for axis, *_ in factors_of(fn, X)] == axes
 
 
 def test_prefetched_data_may_choose_blocks_along_other_axes_only() -> None:
@@ -182,15 +185,15 @@ def test_prefetched_data_may_choose_blocks_along_other_axes_only() -> None:
         kernel, grid_spec=spec, out_shape=jax.ShapeDtypeStruct((8, 16), np.float32), interpret=True
     )
     order = np.array([1, 0], np.int32)
-    assert loops_of(fn, order, X) == [(0, 4, {1: 0}, {0: 0})]
+    assert factors_of(fn, order, X) == [(0, 4, {1: 0}, {0: 0})]
     same(fn, (order, X), ["1.0->a"])
 
 
 def test_an_operand_that_becomes_the_result_must_move_alike() -> None:
     aliased = {"input_output_aliases": {0: 0}}
-    assert loops_of(one(lambda i, j: (i, j), lambda i, j: (i, j), **aliased), X) != []
+    assert factors_of(one(lambda i, j: (i, j), lambda i, j: (i, j), **aliased), X) != []
     fn = one(lambda i, j: (0, 0), lambda i, j: (i, j), **aliased)
-    assert loops_of(fn, X) == []
+    assert factors_of(fn, X) == []
 
 
 # By pieces, on eight devices ----------------------------------------------------------------------
@@ -243,7 +246,7 @@ QKV = (
 
 
 def test_attention_is_cut_by_batch_and_by_heads_of_both_sizes() -> None:
-    batch, heads, times = loops_of(grouped, *QKV)
+    batch, heads, times = factors_of(grouped, *QKV)
     assert batch == (0, 4, {0: 0, 1: 0, 2: 0}, {0: 0})
     assert heads == (1, 2, {0: 1, 1: 1, 2: 1}, {0: 1})
     assert times == (2, 2, {0: 2}, {0: 2})
@@ -252,7 +255,7 @@ def test_attention_is_cut_by_batch_and_by_heads_of_both_sizes() -> None:
 
 
 def test_batch_and_heads_in_one_axis_are_cut_by_batch() -> None:
-    assert loops_of(flattened, *QKV) == [(0, 4, {0: 0, 1: 0, 2: 0}, {0: 0})]
+    assert factors_of(flattened, *QKV) == [(0, 4, {0: 0, 1: 0, 2: 0}, {0: 0})]
     plan = same(flattened, QKV, ["q.0->a"])
     assert plan.compile().evidence.collectives == ()
 

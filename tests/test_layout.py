@@ -44,7 +44,11 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_./\[\]'#]{0,8}", fullmatch=True).fil
 mesh_axis_names = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 wheres = st.one_of(
     st.sampled_from(["everywhere", "optimizer"]),
-    st.builds(lambda word, role: f"{word} {role}", st.sampled_from(["with", "without"]), names),
+    st.builds(
+        lambda word, logical_axis: f"{word} {logical_axis}",
+        st.sampled_from(["with", "without"]),
+        names,
+    ),
 )
 axis_rules = st.builds(AxisRule, names, mesh_axis_names, st.sampled_from(["first", "last"]), wheres)
 
@@ -58,7 +62,7 @@ def test_a_rule_is_read_as_it_is_printed(rule: AxisRule) -> None:
     "text", ["", "wq.1", "->data", "wq.1->", "wq.1->data (optimizer", "wq.1->data @middle"]
 )
 def test_text_that_is_no_rule_is_refused(text: str) -> None:
-    with pytest.raises(RuleError, match=r"no axis rule. Write 'role->mesh axis'"):
+    with pytest.raises(RuleError, match=r"no axis rule. Write 'logical axis->mesh axis'"):
         AxisRule.parse(text)
 
 
@@ -66,12 +70,12 @@ def test_text_that_is_no_rule_is_refused(text: str) -> None:
     ("rule", "words"),
     [
         (AxisRule("emb.0", "modle"), r"mesh axis 'modle', but the mesh has .*'model'"),
-        (AxisRule("enb.0", "model"), r"role 'enb.0'.*Nearest: .*emb\.0"),
+        (AxisRule("enb.0", "model"), r"logical axis 'enb.0'.*Nearest: .*emb\.0"),
         (
             AxisRule("emb.0", "model", where="sometimes"),
-            r"where='sometimes'. Use 'everywhere', 'optimizer', 'with ROLE'",
+            r"where='sometimes'. Use 'everywhere', 'optimizer', 'with AXIS'",
         ),
-        (AxisRule("emb.0", "model", where="with nobody"), r"role 'nobody'"),
+        (AxisRule("emb.0", "model", where="with nobody"), r"logical axis 'nobody'"),
     ],
 )
 def test_a_rule_that_names_nothing_is_refused(
@@ -86,20 +90,20 @@ def test_a_rule_that_names_nothing_is_refused(
 
 @st.composite
 def rule_lists(draw: st.DrawFn) -> tuple[str, ...]:
-    role = st.sampled_from(ROLE_NAMES)
+    logical_axis = st.sampled_from(LOGICAL_AXIS_NAMES)
     where = st.one_of(
         st.just(""),
         st.just(" (optimizer)"),
-        st.builds(lambda w, r: f" ({w} {r})", st.sampled_from(["with", "without"]), role),
+        st.builds(lambda w, r: f" ({w} {r})", st.sampled_from(["with", "without"]), logical_axis),
     )
     one = st.builds(
-        lambda role, axis, where, last: f"{role}->{axis}{where}{last}",
-        role, st.sampled_from(list(AXES)), where, st.sampled_from(["", " @last"]),
+        lambda logical_axis, axis, where, last: f"{logical_axis}->{axis}{where}{last}",
+        logical_axis, st.sampled_from(list(AXES)), where, st.sampled_from(["", " @last"]),
     )  # fmt: skip
     return tuple(draw(st.lists(one, max_size=8)))
 
 
-ROLE_NAMES = ["emb.0", "emb.1", "wk.2", "w1.2", "tokens.0", "tokens.1"]
+LOGICAL_AXIS_NAMES = ["emb.0", "emb.1", "wk.2", "w1.2", "tokens.0", "tokens.1"]
 
 
 @given(rules=rule_lists())
@@ -165,7 +169,7 @@ def test_rules_for_the_optimizer_state_alone(decoder: Prepared) -> None:
     assert specs["moment/emb"] == ((), ("data",))
 
 
-def test_with_and_without_another_role(decoder: Prepared) -> None:
+def test_with_and_without_another_logical_axis(decoder: Prepared) -> None:
     specs = specs_of(decoder, "emb.1->data (with w1.2)", "emb.1->model (without w1.2)")
     assert specs["params/w1"] == ((), ("data",), ())
     assert specs["params/emb"] == ((), ("model",))

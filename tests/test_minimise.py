@@ -136,7 +136,7 @@ def test_statements_say_all_that_the_plan_states(mesh_4x2: Mesh) -> None:
     layout = autoshard.apply(convolved_and_rolled, args, mesh_4x2, ["x.1->data"]).layout
     stated = constraints_for(layout)
     assert any(c.kept for c in stated.eqns.values())
-    said = as_constraints(statements_for(layout.problem.roles.axes, stated))
+    said = as_constraints(statements_for(layout.problem.logical_axes.classes, stated))
     assert said.eqns == stated.eqns
 
 

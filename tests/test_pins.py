@@ -182,7 +182,9 @@ def test_a_dimension_is_split_only_over_what_it_may(free: Any) -> None:
     program, rng = made.traced.program, random.Random(0)
     leaf = program.body.inputs[program.input_paths.index("params/w1")]
     pairs = [
-        AxisRule(role.name, axis) for role in made.problem.roles.roles for axis in ("data", "model")
+        AxisRule(logical_axis.name, axis)
+        for logical_axis in made.problem.logical_axes.axes
+        for axis in ("data", "model")
     ]
     allowed = (
         {"data", "model"}
@@ -207,8 +209,8 @@ def test_what_may_split_a_leaf_goes_on_to_the_output_it_is_carried_in() -> None:
     program = made.traced.program
     leaf = program.input_paths.index("params/w1")
     (output,) = (out for source, out in made.carry if source == leaf)
-    barred = made.problem.barred
-    assert barred[program.body.outputs[output].index] == barred[program.body.inputs[leaf].index] == (
+    disallowed = made.problem.disallowed
+    assert disallowed[program.body.outputs[output].index] == disallowed[program.body.inputs[leaf].index] == (
         ("data", "model"), ("data", "model"), ("model",),
     )  # fmt: skip
 
@@ -233,9 +235,9 @@ def test_an_exact_path_wins_over_a_pattern_whatever_the_pin() -> None:
 
     fixed = problem({"params/w1": P("data"), re.compile("w1"): Only("model")})
     assert len(fixed.pins) == 1
-    assert not fixed.barred
+    assert not fixed.disallowed
     free = problem({"params/w1": Only("model"), re.compile("w1"): P("data")})
-    assert len(free.barred) == 1
+    assert len(free.disallowed) == 1
     assert not free.pins
 
 

@@ -51,7 +51,7 @@ def decoders() -> list[Prepared]:
 
 
 def rule_lists(problem: Problem) -> st.SearchStrategy[tuple[AxisRule, ...]]:
-    names = st.sampled_from([role.name for role in problem.roles.roles])
+    names = st.sampled_from([logical_axis.name for logical_axis in problem.logical_axes.axes])
     scoped = st.one_of(
         st.sampled_from(["everywhere", "everywhere", "optimizer"]),
         st.builds("{} {}".format, st.sampled_from(["with", "without"]), names),

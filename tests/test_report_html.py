@@ -74,7 +74,7 @@ def test_it_has_all_that_people_look_for(page: str, plan: autoshard.Plan) -> Non
     for words in (
         "decoder_step on data=4, model=2", "8 devices", "Its results were compared and agree", "device 7",
         "data 3, model 1", "on each device", "predicted peak", "compiled peak", "measured time", "calls / s",
-        "Time against memory", "Predicted against compiled", "params/wq", "roles of its dimensions", "models.py:",
+        "Time against memory", "Predicted against compiled", "params/wq", "logical axes of its dimensions", "models.py:",
         *map(str, plan.rules),
     ):  # fmt: skip
         assert words in text, words
@@ -92,7 +92,7 @@ def test_it_needs_no_network(page: str) -> None:
 def test_names_are_text_and_never_markup(plan: autoshard.Plan) -> None:
     nasty = "<img src=x onerror=alert(1)>\x1b[31m\"'"
     table = plan.table
-    leaf = msgspec.structs.replace(table.inputs["tokens"], roles=[nasty, nasty])
+    leaf = msgspec.structs.replace(table.inputs["tokens"], logical_axes=[nasty, nasty])
     table = msgspec.structs.replace(
         table, function=nasty, rules=[nasty], inputs={**table.inputs, nasty: leaf},
         mesh=msgspec.structs.replace(table.mesh, axes={nasty: 4, "model": 2}),

@@ -1,4 +1,4 @@
-"""Roles: decisions do not grow with depth, and their names are stable and unique."""
+"""Logical axes: decisions do not grow with depth, and their names are stable and unique."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.axes.logical_axes import Roles, find_roles
+from autoshard.axes.logical_axes import LogicalAxes, find_logical_axes
 from tests.models import decoder_args, decoder_step
 from tests.stages import Axes, array
 
@@ -45,44 +45,54 @@ def unrolled(layers: int) -> tuple[Any, tuple[Any, ...]]:
     return step, ({"emb": array(VOCAB, D), "layers": [layer] * layers}, array(4, 8, dtype=np.int32))
 
 
-def roles_of(fn: Any, *args: Any) -> Roles:
-    return find_roles(Axes(fn, *args).found)
+def logical_axes_of(fn: Any, *args: Any) -> LogicalAxes:
+    return find_logical_axes(Axes(fn, *args).found)
 
 
-def named(roles: Roles) -> dict[str, tuple[str, ...]]:
-    """Names of the roles of each argument leaf."""
-    program = roles.axes.program
+def named(logical_axes: LogicalAxes) -> dict[str, tuple[str, ...]]:
+    """Names of the logical axes of each argument leaf."""
+    program = logical_axes.classes.program
     return {
         path: tuple(
-            "" if r == NO_AXIS else roles.roles[r].name for r in roles.of_value[value.index]
+            "" if r == NO_AXIS else logical_axes.axes[r].name
+            for r in logical_axes.of_value[value.index]
         )
         for path, value in zip(program.input_paths, program.body.inputs, strict=True)
     }
 
 
 @pytest.fixture(scope="module")
-def by_depth() -> dict[int, Roles]:
+def by_depth() -> dict[int, LogicalAxes]:
     made = {layers: unrolled(layers) for layers in (1, 2, 8)}
-    return {layers: roles_of(step, *args) for layers, (step, args) in made.items()}
+    return {layers: logical_axes_of(step, *args) for layers, (step, args) in made.items()}
 
 
-def test_the_number_of_roles_does_not_grow_with_depth(by_depth: dict[int, Roles]) -> None:
-    assert len({len(roles.roles) for roles in by_depth.values()}) == 1
-    axes = [roles.axes.count for roles in by_depth.values()]
+def test_the_number_of_logical_axes_does_not_grow_with_depth(
+    by_depth: dict[int, LogicalAxes],
+) -> None:
+    assert len({len(logical_axes.axes) for logical_axes in by_depth.values()}) == 1
+    axes = [logical_axes.classes.count for logical_axes in by_depth.values()]
     assert axes[0] < axes[1] < axes[2]
 
 
-def test_all_layers_have_the_same_roles_under_the_same_names(by_depth: dict[int, Roles]) -> None:
-    names = {layers: named(roles) for layers, roles in by_depth.items()}
+def test_all_layers_have_the_same_logical_axes_under_the_same_names(
+    by_depth: dict[int, LogicalAxes],
+) -> None:
+    names = {layers: named(logical_axes) for layers, logical_axes in by_depth.items()}
     for layers, leaves in names.items():
         for weight in ("wq", "wk", "wv", "wo", "w1", "w2"):
             assert {leaves[f"params/layers/{i}/{weight}"] for i in range(layers)} == {
                 names[1][f"params/layers/0/{weight}"]
             }
-    assert len({frozenset(r.name for r in roles.roles) for roles in by_depth.values()}) == 1
+    assert (
+        len({frozenset(r.name for r in logical_axes.axes) for logical_axes in by_depth.values()})
+        == 1
+    )
 
 
-def test_pairs_that_experts_split_together_share_a_role(by_depth: dict[int, Roles]) -> None:
+def test_pairs_that_experts_split_together_share_a_logical_axis(
+    by_depth: dict[int, LogicalAxes],
+) -> None:
     leaves = named(by_depth[2])
     layer = "params/layers/1"
     d_model = leaves["params/emb"][1]
@@ -96,24 +106,26 @@ def test_pairs_that_experts_split_together_share_a_role(by_depth: dict[int, Role
 
 
 @pytest.mark.parametrize("layers", [1, 2, 8])
-def test_names_are_unique_and_readable(by_depth: dict[int, Roles], layers: int) -> None:
-    roles = by_depth[layers].roles
-    names = [role.name for role in roles]
+def test_names_are_unique_and_readable(by_depth: dict[int, LogicalAxes], layers: int) -> None:
+    logical_axes = by_depth[layers].logical_axes
+    names = [logical_axis.name for logical_axis in logical_axes]
     assert len(set(names)) == len(names)
     assert not any(set(name) & set(" ()@") or "->" in name for name in names), (
         "a rule must be able to name it"
     )
     assert {"emb.0", "emb.1", "wk.1", "w1.1", "tokens.0", "tokens.1"} <= set(names)
-    assert all(role.witness for role in roles)
-    assert by_depth[layers].by_name("wk.1") is roles[names.index("wk.1")]
+    assert all(logical_axis.witness for logical_axis in logical_axes)
+    assert by_depth[layers].by_name("wk.1") is logical_axes[names.index("wk.1")]
     assert by_depth[layers].by_name("nothing") is None
 
 
-def test_a_role_never_occurs_in_one_value_as_two_axes(by_depth: dict[int, Roles]) -> None:
-    roles = by_depth[8]
-    for axes in set(roles.axes.of_value):
+def test_a_logical_axis_never_occurs_in_one_value_as_two_axes(
+    by_depth: dict[int, LogicalAxes],
+) -> None:
+    logical_axes = by_depth[8]
+    for axes in set(logical_axes.classes.of_value):
         present = {a for a in axes if a != NO_AXIS}
-        assert len({roles.of_axis[a] for a in present}) == len(present)
+        assert len({logical_axes.of_class[a] for a in present}) == len(present)
 
 
 def test_the_hidden_axes_of_a_deep_mlp_alternate() -> None:
@@ -122,8 +134,8 @@ def test_the_hidden_axes_of_a_deep_mlp_alternate() -> None:
             x = jnp.tanh(x @ w)
         return x
 
-    roles = roles_of(mlp, [array(D, D)] * 12, array(4, D))
-    leaves = named(roles)
+    logical_axes = logical_axes_of(mlp, [array(D, D)] * 12, array(4, D))
+    leaves = named(logical_axes)
     pairs = [leaves[f"weights/{i}"] for i in range(12)]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(pairs)), (
         "what one layer makes the next one reads"
@@ -134,16 +146,16 @@ def test_the_hidden_axes_of_a_deep_mlp_alternate() -> None:
     middle = pairs[3:-3]  # the first and last layers see an end of the chain
     assert set(middle[::2]) == {middle[0]}
     assert set(middle[1::2]) == {middle[1]} == {middle[0][::-1]}
-    deeper = roles_of(mlp, [array(D, D)] * 20, array(4, D))
-    assert len(deeper.roles) == len(roles.roles)
+    deeper = logical_axes_of(mlp, [array(D, D)] * 20, array(4, D))
+    assert len(deeper.logical_axes) == len(logical_axes.axes)
 
 
 def test_sizes_and_scanned_are_told() -> None:
-    roles = roles_of(decoder_step, *decoder_args(layers=3))
-    layers = next(r for r in roles.roles if r.name == named(roles)["params/wq"][0])
+    logical_axes = logical_axes_of(decoder_step, *decoder_args(layers=3))
+    layers = next(r for r in logical_axes.axes if r.name == named(logical_axes)["params/wq"][0])
     assert layers.scanned
     assert layers.sizes == (3,)
-    d_model = roles.by_name(named(roles)["params/emb"][1])
+    d_model = logical_axes.by_name(named(logical_axes)["params/emb"][1])
     assert d_model is not None
     assert not d_model.scanned
     assert d_model.sizes == (64,)
@@ -152,7 +164,7 @@ def test_sizes_and_scanned_are_told() -> None:
 ELSEWHERE = """
 from tests.models import decoder_args, decoder_step
 from tests.test_roles import roles_of
-print([r.name for r in roles_of(decoder_step, *decoder_args()).roles])
+print([r.name for r in roles_of(decoder_step, *decoder_args()).logical axes])
 """
 
 
@@ -163,5 +175,5 @@ def test_names_are_the_same_in_every_process() -> None:
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(
-        [r.name for r in roles_of(decoder_step, *decoder_args()).roles]
+        [r.name for r in logical_axes_of(decoder_step, *decoder_args()).logical_axes]
     )

@@ -87,7 +87,7 @@ def test_it_holds_what_a_colleague_needs(table: SpecTable) -> None:
         f"{tree}/{n}" for tree in ("params", "moment") for n in decoder_args()[0]
     } | {"tokens"}
     assert table.inputs["params/wq"].shape == [2, 64, 4, 16]
-    assert len(table.inputs["params/wq"].roles) == 4
+    assert len(table.inputs["params/wq"].logical_axes) == 4
     assert {leaf.group for leaf in table.inputs.values()} == {"parameters", "optimizer", "data"}
     assert table.evidence.primitives["dot_general"] > 10
     assert table.evidence.hardware == {"platform": "cpu", "kind": "cpu", "devices": "8"}

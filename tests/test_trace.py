@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import TraceError
 from autoshard.jax_internals.jaxprs import check
-from autoshard.tracing.program import Flow
+from autoshard.tracing.program import MappingKind
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.source_lines import source_line
 from autoshard.tracing.trace import trace
@@ -96,9 +96,9 @@ def test_every_value_and_equation_has_its_place(name: str) -> None:
     read = {v for e in program.eqns for v in e.inputs} | {v for b in bodies for v in b.outputs}
     assert read - set(made) == {v for v in program.values if v.literal}
     for eqn in program.eqns:
-        for tie in eqn.ties:
-            assert tie.outer.shape[tie.offset :] == tie.inner.shape
-            assert tie.outer.dtype == tie.inner.dtype
+        for mapping in eqn.mappings:
+            assert mapping.outer.shape[mapping.offset :] == mapping.inner.shape
+            assert mapping.outer.dtype == mapping.inner.dtype
 
 
 def test_two_calls_of_one_helper_are_two_places() -> None:
@@ -127,14 +127,14 @@ def test_ties_say_how_a_scan_moves_data() -> None:
         lambda w, x: jax.lax.scan(lambda c, row: (c @ w + row, c.sum()), x[0], x), np.eye(3), X
     ).program
     scan = next(e for e in program.eqns if e.primitive == "scan")
-    assert scan.bodies[0].trips == 4
-    assert Counter((t.flow, t.offset) for t in scan.ties) == {
-        (Flow.IN, 0): 2, (Flow.IN, 1): 1, (Flow.OUT, 0): 1, (Flow.OUT, 1): 1, (Flow.BACK, 0): 1,
+    assert scan.bodies[0].trip_count == 4
+    assert Counter((t.kind, t.offset) for t in scan.mappings) == {
+        (MappingKind.OPERAND_TO_INVAR, 0): 2, (MappingKind.OPERAND_TO_INVAR, 1): 1, (MappingKind.OUTVAR_TO_RESULT, 0): 1, (MappingKind.OUTVAR_TO_RESULT, 1): 1, (MappingKind.CARRY, 0): 1,
     }  # fmt: skip
     assert {v.shape for v in scan.scanned} == {(4, 3), (4,)}
     ((start, end),) = scan.carries
     assert start.shape == end.shape == (3,)
-    assert [trips for e, trips in program.walk() if e.primitive == "dot_general"] == [4]
+    assert [trip_count for e, trip_count in program.walk() if e.primitive == "dot_general"] == [4]
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.axes.axis_classes import logical_axes
+from autoshard.axes.axis_classes import axis_classes
 from autoshard.compiler.compile import build
 from autoshard.evaluate.inputs import inputs_for
 from autoshard.evaluate.verify import Reference, epsilon_of, longest_sum, reference_of, unsharded
@@ -33,7 +33,7 @@ def reference(fn: Callable[..., Any], args: Any) -> Reference:
     found = traced(fn, *args)
     inputs = inputs_for(found.call, found.program)
     trusted = unsharded(found, inputs, resolve_mesh(mesh_of(**MESH)))
-    return reference_of(trusted, logical_axes(found.program), inputs)
+    return reference_of(trusted, axis_classes(found.program), inputs)
 
 
 def compare(
@@ -222,7 +222,7 @@ def test_keys_are_compared_as_their_data() -> None:
 
 def test_the_tolerance_follows_precision_and_the_longest_sum() -> None:
     def axes_of(fn: Any, *args: Any) -> Any:
-        return logical_axes(traced(fn, *args).program)
+        return axis_classes(traced(fn, *args).program)
 
     assert longest_sum(axes_of(lambda x: (x @ x.T).sum(0), array(16, 32))) == 32
     assert longest_sum(axes_of(lambda x: x.sum(), array(16, 8))) == 16 * 8

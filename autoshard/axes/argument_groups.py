@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.axis_classes import NO_AXIS, AxisClasses
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.tracing.program import Eqn, Value
 
 ANCHORS = frozenset(
@@ -53,19 +53,19 @@ class Groups:
     optimizer_values: frozenset[int]
 
 
-def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
+def find_groups(classes: AxisClasses, state: Sequence[tuple[int, int]]) -> Groups:
     """Assigns each argument leaf its group.
 
     Args:
-        axes: The logical axes.
+        classes: The axis classes.
         state: Pairs (input leaf, output leaf) that are the same array one step later.
     """
     carried = {source for source, _ in state}
-    program = axes.program
+    program = classes.program
     inputs = program.body.inputs
-    given = _given(axes)
-    batch = _batch_axis(axes, carried, given)
-    dims_of = [axes.of_value[v.index] for v in inputs]
+    given = _given(classes)
+    batch = _batch_axis(classes, carried, given)
+    dims_of = [classes.of_value[v.index] for v in inputs]
     state_axes = [dims_of[leaf] for leaf in carried if inputs[leaf].shape]
     brought = any(
         batch in dims
@@ -73,7 +73,7 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
         if leaf not in carried and batch is not None
     )
     frozen = _beside(
-        program.input_argnums, _contracted(axes, given, batch if brought else None, carried)
+        program.input_argnums, _contracted(classes, given, batch if brought else None, carried)
     )
 
     def fixed(leaf: int) -> Group:
@@ -82,7 +82,7 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
 
     told_by_batch = False
     if state_axes and not (batch is not None and all(batch in dims for dims in state_axes)):
-        anchored = _reaches_anchor(axes)
+        anchored = _reaches_anchor(classes)
         kept = {True: Group.PARAMETER, False: Group.OPTIMIZER}
         of_input = [
             kept[v.index in anchored] if leaf in carried else fixed(leaf)
@@ -91,18 +91,18 @@ def find_groups(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> Groups:
     else:
         told_by_batch = brought
         of_input = [fixed(leaf) for leaf in range(len(inputs))]
-    return Groups(tuple(of_input), _optimizer_values(axes, of_input, state))
+    return Groups(tuple(of_input), _optimizer_values(classes, of_input, state))
 
 
 MIXED, NOTHING = -1, -2
 
 
-def _given(axes: LogicalAxes) -> list[int]:
+def _given(classes: AxisClasses) -> list[int]:
     """By value, the argument leaf that alone it is made from, `MIXED` for several, `NOTHING` for
     constants.
     """
-    of = [NOTHING] * len(axes.program.values)
-    for leaf, value in enumerate(axes.program.body.inputs):
+    of = [NOTHING] * len(classes.program.values)
+    for leaf, value in enumerate(classes.program.body.inputs):
         of[value.index] = leaf
 
     def join(a: int, b: int) -> int:
@@ -111,8 +111,8 @@ def _given(axes: LogicalAxes) -> list[int]:
     changed = True
     while changed:
         changed = False
-        for eqn in axes.program.eqns:
-            flows = [(tie.source.index, tie.target.index) for tie in eqn.ties]
+        for eqn in classes.program.eqns:
+            flows = [(mapping.source.index, mapping.target.index) for mapping in eqn.mappings]
             if not eqn.bodies:
                 flows += [(v.index, out.index) for v in eqn.inputs for out in eqn.outputs]
             for source, target in flows:
@@ -131,7 +131,7 @@ def _sides(eqn: Eqn) -> Iterator[tuple[int, int]]:
 
 
 def _contracted(
-    axes: LogicalAxes, given: Sequence[int], batch: int | None, carried: set[int]
+    classes: AxisClasses, given: Sequence[int], batch: int | None, carried: set[int]
 ) -> set[int]:
     """Leaves that an anchor takes beside activations, themselves none: not computed from what has
     the batch.
@@ -141,9 +141,9 @@ def _contracted(
     is data. A table is looked up with what comes from elsewhere: indices of the same argument (the
     edges of a graph) make it data.
     """
-    program = axes.program
+    program = classes.program
     inputs, owners = program.body.inputs, program.input_argnums
-    active = [found == MIXED for found in given] if batch is None else _depending(axes, batch)
+    active = [found == MIXED for found in given] if batch is None else _depending(classes, batch)
     weights: set[int] = set()
     data: set[int] = set()
     for eqn in program.eqns:
@@ -162,22 +162,24 @@ def _contracted(
             elif leaf >= 0 and leaf_beside >= 0 and inputs[leaf].bytes > inputs[leaf_beside].bytes:
                 weights.add(value)
     for eqn in reversed(program.eqns):
-        weights |= {tie.source.index for tie in eqn.ties if tie.target.index in weights}
+        weights |= {
+            mapping.source.index for mapping in eqn.mappings if mapping.target.index in weights
+        }
         if not eqn.bodies and any(v.index in weights for v in eqn.outputs):
             weights |= {v.index for v in eqn.inputs}
     return {leaf for leaf, value in enumerate(inputs) if value.index in weights} - data
 
 
-def _depending(axes: LogicalAxes, batch: int) -> list[bool]:
+def _depending(classes: AxisClasses, batch: int) -> list[bool]:
     """By value, True where it depends on an argument that has the batch axis."""
-    depends = [False] * len(axes.program.values)
-    for value in axes.program.body.inputs:
-        depends[value.index] = batch in axes.of_value[value.index]
+    depends = [False] * len(classes.program.values)
+    for value in classes.program.body.inputs:
+        depends[value.index] = batch in classes.of_value[value.index]
     changed = True
     while changed:
         changed = False
-        for eqn in axes.program.eqns:
-            targets = [tie.target for tie in eqn.ties if depends[tie.source.index]]
+        for eqn in classes.program.eqns:
+            targets = [mapping.target for mapping in eqn.mappings if depends[mapping.source.index]]
             if not eqn.bodies and any(depends[v.index] for v in eqn.inputs):
                 targets += eqn.outputs
             for target in targets:
@@ -192,15 +194,19 @@ def _beside(owners: Sequence[int | str], leaves: set[int]) -> set[int]:
     return {leaf for leaf, owner in enumerate(owners) if owner in owning}
 
 
-def _batch_axis(axes: LogicalAxes, carried: set[int], given: Sequence[int]) -> int | None:
+def _batch_axis(classes: AxisClasses, carried: set[int], given: Sequence[int]) -> int | None:
     """The axis that most bytes of intermediate values have, of those that come first in the leaves
     that bring them.
     """
     firsts: list[tuple[set[int], set[int]]] = []
     for group in (False, True):
         first, later = set(), set()
-        for leaf, value in enumerate(axes.program.body.inputs):
-            dims = [a for a in axes.of_value[value.index] if a != NO_AXIS and a not in axes.scanned]
+        for leaf, value in enumerate(classes.program.body.inputs):
+            dims = [
+                a
+                for a in classes.of_value[value.index]
+                if a != NO_AXIS and a not in classes.scanned
+            ]
             if (leaf in carried) == group and dims:
                 first.add(dims[0])
                 later |= set(dims[1:])
@@ -211,21 +217,21 @@ def _batch_axis(axes: LogicalAxes, carried: set[int], given: Sequence[int]) -> i
     coverage: dict[int, float] = {}
     anchored: Counter[int] = Counter()
     anchors = 0
-    for eqn, trips in axes.program.walk():
-        rule, loops = axes.rules[eqn.index], axes.loops(eqn)
+    for eqn, trip_count in classes.program.walk():
+        rule, factors = classes.rules[eqn.index], classes.factors(eqn)
         if eqn.primitive in ANCHORS:
             anchors += 1
-            anchored.update({axis for axis, _ in loops})
+            anchored.update({axis for axis, _ in factors})
         for weight, other in _sides(eqn):
             leaf, beside = (given[eqn.inputs[position].index] for position in (weight, other))
             own, others = rule.operands[weight], rule.operands[other]
             if leaf >= 0 and beside == MIXED and eqn.primitive != "gather":
-                of_weights |= {loops[i][0] for i in own if i not in others}
+                of_weights |= {factors[i][0] for i in own if i not in others}
             if leaf >= 0 and beside >= 0 and leaf != beside:
-                of_weights |= {loops[i][0] for i in own if rule.kinds[i] is LoopKind.REDUCED}
+                of_weights |= {factors[i][0] for i in own if rule.kinds[i] is FactorKind.REDUCTION}
         for value in eqn.outputs:
-            for axis in axes.of_value[value.index]:
-                coverage[axis] = coverage.get(axis, 0.0) + trips * value.bytes
+            for axis in classes.of_value[value.index]:
+                coverage[axis] = coverage.get(axis, 0.0) + trip_count * value.bytes
     usual = {axis for axis, count in anchored.items() if 2 * count > anchors}
     free = sorted(
         axis for axis in leading if coverage.get(axis) and (axis not in of_weights or axis in usual)
@@ -233,14 +239,16 @@ def _batch_axis(axes: LogicalAxes, carried: set[int], given: Sequence[int]) -> i
     return max(free, key=lambda axis: coverage[axis], default=None)
 
 
-def _reaches_anchor(axes: LogicalAxes) -> set[int]:
+def _reaches_anchor(classes: AxisClasses) -> set[int]:
     """Values from which an anchor is reached (backwards over the program, to a fixed point)."""
     reached: set[int] = set()
     size = -1
     while size != len(reached):
         size = len(reached)
-        for eqn in reversed(axes.program.eqns):
-            reached |= {tie.source.index for tie in eqn.ties if tie.target.index in reached}
+        for eqn in reversed(classes.program.eqns):
+            reached |= {
+                mapping.source.index for mapping in eqn.mappings if mapping.target.index in reached
+            }
             if eqn.primitive in ANCHORS or (
                 not eqn.bodies and any(v.index in reached for v in eqn.outputs)
             ):
@@ -249,9 +257,9 @@ def _reaches_anchor(axes: LogicalAxes) -> set[int]:
 
 
 def _optimizer_values(
-    axes: LogicalAxes, of_input: Sequence[Group], state: Sequence[tuple[int, int]]
+    classes: AxisClasses, of_input: Sequence[Group], state: Sequence[tuple[int, int]]
 ) -> frozenset[int]:
-    program = axes.program
+    program = classes.program
     own = [leaf for leaf, group in enumerate(of_input) if group is Group.OPTIMIZER]
     inside = {program.body.inputs[leaf].index for leaf in own}
     back = dict(state)

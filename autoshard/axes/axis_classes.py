@@ -1,9 +1,9 @@
-"""Stage 2: logical axes. Each (value, dimension) is a node; dimension rules and ties join nodes;
+"""Stage 2: axis classes. Each (value, dimension) is a node; sharding rules and ties join nodes;
 classes are axes.
 
 Invariants:
 
-- only loops of kind PASS and REDUCED join dimensions (an operand dimension that is sliced, padded,
+- only loops of kind PASS_THROUGH and REDUCTION join dimensions (an operand dimension that is sliced, padded,
   sorted or gathered is another axis than the result's);
 - values that depend on no argument (iota, masks, tables) join nothing: one mask used for two
   sequences does not make them one; they are lent the axes of their first reader, because every
@@ -24,12 +24,12 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.axes.sharding_rules import DimRule, LoopKind, reshape_rule, rule_of
-from autoshard.tracing.program import Eqn, Flow, Program, Value
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule, reshape_rule, rule_of
+from autoshard.tracing.program import Eqn, MappingKind, Program, Value
 
 NO_AXIS = -1
 COPIES = frozenset({"concatenate", "pad", "rev", "slice", "split"})
-"""They copy, and shift a dimension: a PERMUTED loop of theirs is cut only as all its dimensions can
+"""They copy, and shift a dimension: a PERMUTATION loop of theirs is cut only as all its dimensions can
 be.
 
 Where one cannot be split, what they read is whole anyway; to copy that and cut the copy is free,
@@ -38,14 +38,14 @@ and a halo is not.
 
 
 @dataclass(frozen=True, eq=False)
-class LogicalAxes:
-    """The logical axes of a program.
+class AxisClasses:
+    """The axis classes of a program.
 
     Attributes:
         program: The program.
         count: Number of axes, numbered by first appearance (arguments first).
         of_value: By `Value.index`, the axis of each dimension (`NO_AXIS` for none).
-        rules: By `Eqn.index`, the dimension rule.
+        rules: By `Eqn.index`, the sharding rule.
         scanned: Axes that some scan consumes or stacks one slice at a time.
         constant: By `Value.index`, True where the value depends on no argument.
     """
@@ -53,56 +53,56 @@ class LogicalAxes:
     program: Program
     count: int
     of_value: tuple[tuple[int, ...], ...]
-    rules: tuple[DimRule, ...]
+    rules: tuple[ShardingRule, ...]
     scanned: frozenset[int]
     constant: tuple[bool, ...]
-    _loops: dict[int, tuple[tuple[int, int], ...]] = field(
+    _factors: dict[int, tuple[tuple[int, int], ...]] = field(
         init=False, repr=False, default_factory=dict
     )
 
-    def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
-        """(axis, size) of each loop of the equation; a PERMUTED loop has the axis of its result.
+    def factors(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
+        """(axis, size) of each loop of the equation; a PERMUTATION loop has the axis of its result.
 
         The size of a loop that can only be cut between blocks is the number of blocks; that of a
         shifted dimension of `COPIES`, what all its sizes are multiples of.
         """
-        if eqn.index not in self._loops:
-            self._loops[eqn.index] = self._find_loops(eqn)
-        return self._loops[eqn.index]
+        if eqn.index not in self._factors:
+            self._factors[eqn.index] = self._find_factors(eqn)
+        return self._factors[eqn.index]
 
-    def _find_loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
+    def _find_factors(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
         rule = self.rules[eqn.index]
         found: list[tuple[int, int]] = [(NO_AXIS, 1)] * len(rule.kinds)
         common = [0] * len(rule.kinds)
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, loops in zip(values, maps, strict=True):
-                for axis, size, loop in zip(
-                    self.of_value[value.index], value.shape, loops, strict=True
+            for value, factors in zip(values, maps, strict=True):
+                for axis, size, factor in zip(
+                    self.of_value[value.index], value.shape, factors, strict=True
                 ):
-                    if axis != NO_AXIS or found[loop][0] == NO_AXIS:
-                        found[loop] = (axis, size)
-                    common[loop] = math.gcd(common[loop], size)
-        for loop, pieces in rule.pieces:
-            found[loop] = (found[loop][0], pieces)
+                    if axis != NO_AXIS or found[factor][0] == NO_AXIS:
+                        found[factor] = (axis, size)
+                    common[factor] = math.gcd(common[factor], size)
+        for factor, pieces in rule.pieces:
+            found[factor] = (found[factor][0], pieces)
         if eqn.primitive in COPIES:
-            for loop, kind in enumerate(rule.kinds):
-                if kind is LoopKind.PERMUTED:
-                    found[loop] = (found[loop][0], common[loop])
+            for factor, kind in enumerate(rule.kinds):
+                if kind is FactorKind.PERMUTATION:
+                    found[factor] = (found[factor][0], common[factor])
         return tuple(found)
 
 
-def logical_axes(
+def axis_classes(
     program: Program,
     carry: Sequence[tuple[int, int]] = (),
-    rule_for: Callable[[Eqn], DimRule] = rule_of,
-) -> LogicalAxes:
-    """Finds the logical axes of a program.
+    rule_for: Callable[[Eqn], ShardingRule] = rule_of,
+) -> AxisClasses:
+    """Finds the axis classes of a program.
 
     Args:
         program: From `trace`.
         carry: Pairs (input leaf, output leaf) that are the same array one step later; their
             dimensions are joined.
-        rule_for: The dimension rule of an equation; by default what the registry says.
+        rule_for: The sharding rule of an equation; by default what the registry says.
 
     Returns:
         The axes; every dimension of size > 1 of a value that depends on an argument has one.
@@ -117,26 +117,26 @@ def logical_axes(
         if not (constant[a.index] or constant[b.index]) and a.shape[i] > 1 and b.shape[j] > 1:
             edges.append((int(first_node[a.index]) + i, int(first_node[b.index]) + j))
 
-    def join_loops(eqn: Eqn, rule: DimRule) -> None:
+    def join_factors(eqn: Eqn, rule: ShardingRule) -> None:
         places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, loops in zip(values, maps, strict=True):
+            for value, factors in zip(values, maps, strict=True):
                 if not constant[value.index]:
-                    for dim, loop in enumerate(loops):
-                        places[loop].append((value, dim))
+                    for dim, factor in enumerate(factors):
+                        places[factor].append((value, dim))
         for kind, members in zip(rule.kinds, places, strict=True):
-            if kind in (LoopKind.PASS, LoopKind.REDUCED):
+            if kind in (FactorKind.PASS_THROUGH, FactorKind.REDUCTION):
                 for (a, i), (b, j) in pairwise(members):
                     join(a, i, b, j)
 
     scanned_nodes = []
     for eqn in program.eqns:
-        for tie in eqn.ties:
-            for dim in range(len(tie.inner.shape)):
-                join(tie.outer, dim + tie.offset, tie.inner, dim)
+        for mapping in eqn.mappings:
+            for dim in range(len(mapping.inner.shape)):
+                join(mapping.outer, dim + mapping.offset, mapping.inner, dim)
         scanned_nodes += [int(first_node[v.index]) for v in eqn.scanned]
         if eqn.primitive != "reshape":
-            join_loops(eqn, rules[eqn.index])
+            join_factors(eqn, rules[eqn.index])
     for source, target in carry:
         a, b = program.body.inputs[source], program.body.outputs[target]
         for dim in range(len(a.shape)):
@@ -148,7 +148,7 @@ def logical_axes(
         if eqn.primitive == "reshape":
             rule = _reshape(eqn, labels, first_node, scanned) or rules[eqn.index]
             rules[eqn.index] = rule
-            join_loops(eqn, rule)
+            join_factors(eqn, rule)
     labels = _components(len(sizes), edges)
 
     numbers: dict[int, int] = {}
@@ -172,7 +172,7 @@ def logical_axes(
     of_value = [axes_of(v) for v in program.values]
     _lend(program, rules, constant, of_value)
     final_scanned = {numbers[int(labels[n])] for n in scanned_nodes if int(labels[n]) in numbers}
-    return LogicalAxes(
+    return AxisClasses(
         program=program,
         count=len(numbers),
         of_value=tuple(of_value),
@@ -195,7 +195,7 @@ def _components(count: int, edges: list[tuple[int, int]]) -> np.ndarray:
 
 def _reshape(
     eqn: Eqn, labels: np.ndarray, first_node: np.ndarray, scanned: set[int]
-) -> DimRule | None:
+) -> ShardingRule | None:
     """The rule of a reshape some of whose dimensions are scanned; None where none is."""
     (operand, *rest), (result,) = eqn.inputs, eqn.outputs
     if rest:
@@ -213,7 +213,7 @@ def _reshape(
 
 def _lend(
     program: Program,
-    rules: Sequence[DimRule],
+    rules: Sequence[ShardingRule],
     constant: Sequence[bool],
     of_value: list[tuple[int, ...]],
 ) -> None:
@@ -228,7 +228,7 @@ def _lend(
     }
     for eqn in program.eqns:  # outer ones first
         made |= {
-            t.inner.index for t in eqn.ties if t.outer.index in made and constant[t.inner.index]
+            t.inner.index for t in eqn.mappings if t.outer.index in made and constant[t.inner.index]
         }
 
     def lend(value: Value, axes: Sequence[int]) -> None:
@@ -238,18 +238,18 @@ def _lend(
             )
 
     for eqn in reversed(program.eqns):
-        for tie in eqn.ties:
-            if tie.flow is Flow.IN:
-                lend(tie.outer, ((NO_AXIS,) * tie.offset) + of_value[tie.inner.index])
+        for mapping in eqn.mappings:
+            if mapping.kind is MappingKind.OPERAND_TO_INVAR:
+                lend(mapping.outer, ((NO_AXIS,) * mapping.offset) + of_value[mapping.inner.index])
         rule = rules[eqn.index]
         axis_of: dict[int, int] = {}
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, loops in zip(values, maps, strict=True):
-                for axis, loop in zip(of_value[value.index], loops, strict=True):
-                    if axis != NO_AXIS and rule.kinds[loop] is not LoopKind.WHOLE:
-                        axis_of[loop] = axis
-        for value, loops in zip(eqn.inputs, rule.operands, strict=True):
-            lend(value, [axis_of.get(loop, NO_AXIS) for loop in loops])
+            for value, factors in zip(values, maps, strict=True):
+                for axis, factor in zip(of_value[value.index], factors, strict=True):
+                    if axis != NO_AXIS and rule.kinds[factor] is not FactorKind.NEED_REPLICATION:
+                        axis_of[factor] = axis
+        for value, factors in zip(eqn.inputs, rule.operands, strict=True):
+            lend(value, [axis_of.get(factor, NO_AXIS) for factor in factors])
 
 
 def _constant(program: Program) -> list[bool]:
@@ -261,7 +261,9 @@ def _constant(program: Program) -> list[bool]:
     while changed:  # twice for most programs: once more than the deepest chain of loop carries
         changed = False
         for eqn in program.eqns:
-            targets = [tie.target for tie in eqn.ties if not constant[tie.source.index]]
+            targets = [
+                mapping.target for mapping in eqn.mappings if not constant[mapping.source.index]
+            ]
             if not eqn.bodies and not all(constant[v.index] for v in eqn.inputs):
                 targets += eqn.outputs
             for target in targets:

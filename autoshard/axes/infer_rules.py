@@ -1,4 +1,4 @@
-"""Dimension rules of primitives that the registry does not know: a user's own, a call of foreign
+"""Sharding rules of primitives that the registry does not know: a user's own, a call of foreign
 code.
 
 Two sources, in this order:
@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.axes.kernels import grid_rule
-from autoshard.axes.sharding_rules import DimRule, LoopKind, known_primitives, rule_of
-from autoshard.axes.sharding_rules.builder import Loops, whole_rule
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule, known_primitives, rule_of
+from autoshard.axes.sharding_rules.builder import RuleBuilder, whole_rule
 from autoshard.jax_internals import executables, jaxprs
 from autoshard.shardy.op_rules import LoweredOps, lowered_ops
 from autoshard.tracing.program import Eqn
@@ -53,12 +53,12 @@ Shape = tuple[int, ...]
 
 
 class RuleFinder:
-    """Finds the dimension rule of any equation; what it found is kept by primitive, parameters,
+    """Finds the sharding rule of any equation; what it found is kept by primitive, parameters,
     shapes and dtypes.
     """
 
     def __init__(self) -> None:
-        self._found: dict[object, DimRule] = {}
+        self._found: dict[object, ShardingRule] = {}
         self._notes: dict[str, str] = {}
 
     @property
@@ -66,8 +66,8 @@ class RuleFinder:
         """By primitive that the registry does not know, where its rule is from."""
         return tuple(self._notes.values())
 
-    def rule_for(self, eqn: Eqn) -> DimRule:
-        """The dimension rule of an equation; never raises."""
+    def rule_for(self, eqn: Eqn) -> ShardingRule:
+        """The sharding rule of an equation; never raises."""
         if eqn.primitive == "pallas_call" and eqn.origin is not None:
             return grid_rule(eqn)
         if (
@@ -80,7 +80,7 @@ class RuleFinder:
         if key not in self._found:
             self._found[key], source = _find(eqn)
             self._notes.setdefault(
-                eqn.primitive, f"{eqn.primitive} has no dimension rule of its own: {source}"
+                eqn.primitive, f"{eqn.primitive} has no sharding rule of its own: {source}"
             )
         return self._found[key]
 
@@ -102,7 +102,7 @@ def _key(eqn: Eqn) -> object:
     return eqn.primitive, id(eqn.origin.primitive), params, values
 
 
-def _find(eqn: Eqn) -> tuple[DimRule, str]:
+def _find(eqn: Eqn) -> tuple[ShardingRule, str]:
     """(rule, where it is from)."""
     if not any(size > 1 for value in (*eqn.inputs, *eqn.outputs) for size in value.shape):
         return whole_rule(eqn), "it has no dimension to link"
@@ -135,13 +135,13 @@ def _lowered(eqn: Eqn) -> jax.stages.Lowered:
     return call.lower(*jaxprs.operand_values(eqn.origin))
 
 
-def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
+def stated_rule(eqn: Eqn, ops: LoweredOps) -> ShardingRule | None:
     """The rules of the operations composed; None where one that reads anything has none (loops,
     branches, calls).
     """
     first = [0, *itertools.accumulate(ops.ranks)]
     same = list(range(first[-1]))
-    marks: list[tuple[int, LoopKind]] = []
+    marks: list[tuple[int, FactorKind]] = []
     combine = "add"
 
     def root(node: int) -> int:
@@ -158,11 +158,11 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
         minors: set[str] = set()
         for values, mapping in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
             for value, dims in zip(values, mapping, strict=True):
-                for dim, factors in enumerate(dims):
-                    if factors:
-                        majors.setdefault(factors[0], []).append(first[value] + dim)
-                        minors |= set(factors[1:])
-        read = {f for dims in op.rule.operands for factors in dims for f in factors}
+                for dim, op_factors in enumerate(dims):
+                    if op_factors:
+                        majors.setdefault(op_factors[0], []).append(first[value] + dim)
+                        minors |= set(op_factors[1:])
+        read = {f for dims in op.rule.operands for op_factors in dims for f in op_factors}
         made = set() if op.name in MAKERS else majors.keys() - read
         reduced = op.rule.kinds.get("reduction", ())
         moved = op.rule.kinds.get("permutation", ())
@@ -171,15 +171,15 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
             for kind in ("need_replication", "blocked_propagation")
             for f in op.rule.kinds.get(kind, ())
         }
-        for factor, nodes in majors.items():
+        for op_factor, nodes in majors.items():
             for node in nodes:
                 same[root(node)] = root(nodes[0])
-            if factor in minors | made | whole:
-                marks.append((nodes[0], LoopKind.WHOLE))
-            elif factor in moved:
-                marks.append((nodes[0], LoopKind.PERMUTED))
-            elif factor in reduced:
-                marks.append((nodes[0], LoopKind.REDUCED))
+            if op_factor in minors | made | whole:
+                marks.append((nodes[0], FactorKind.NEED_REPLICATION))
+            elif op_factor in moved:
+                marks.append((nodes[0], FactorKind.PERMUTATION))
+            elif op_factor in reduced:
+                marks.append((nodes[0], FactorKind.REDUCTION))
                 combine = op.combine
     marked = {(root(node), kind) for node, kind in marks}
     places: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
@@ -194,17 +194,17 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> DimRule | None:
                     position, dim
                 )
             for dim in range(len(array.shape), ops.ranks[value]):  # the words of a typed key
-                marked.add((root(first[value] + dim), LoopKind.WHOLE))
-    loops = Loops.of(eqn)
+                marked.add((root(first[value] + dim), FactorKind.NEED_REPLICATION))
+    loops = RuleBuilder.of(eqn)
     for component, (operands, results) in places.items():
-        if (component, LoopKind.WHOLE) in marked:
+        if (component, FactorKind.NEED_REPLICATION) in marked:
             continue
-        if (component, LoopKind.PERMUTED) in marked:
-            kind = LoopKind.PERMUTED
+        if (component, FactorKind.PERMUTATION) in marked:
+            kind = FactorKind.PERMUTATION
         elif results:
-            kind = LoopKind.PASS
-        elif (component, LoopKind.REDUCED) in marked:
-            kind = LoopKind.REDUCED
+            kind = FactorKind.PASS_THROUGH
+        elif (component, FactorKind.REDUCTION) in marked:
+            kind = FactorKind.REDUCTION
         else:
             continue
         loops.add(kind, operands.items(), results.items())
@@ -251,14 +251,14 @@ class _Cut:
     results: Mapping[int, int]
 
 
-def _discovered(eqn: Eqn, foreign: bool) -> DimRule:
+def _discovered(eqn: Eqn, foreign: bool) -> ShardingRule:
     """The rule that runs on small operands do not contradict.
 
     Raises:
         Exception: Whatever jax raises if it runs at no size that is small enough.
     """
     sample = _sample(eqn, foreign)
-    loops = Loops.of(eqn)
+    loops = RuleBuilder.of(eqn)
     taken: set[tuple[str, int, int]] = set()
     for cut in itertools.islice(sample.cuts(), MOST_RUNS):
         places = {("operand", *place) for place in cut.operands.items()}
@@ -266,7 +266,7 @@ def _discovered(eqn: Eqn, foreign: bool) -> DimRule:
         if places & taken or not sample.works(cut):
             continue
         taken |= places
-        kind = LoopKind.PASS if cut.results else LoopKind.REDUCED
+        kind = FactorKind.PASS_THROUGH if cut.results else FactorKind.REDUCTION
         loops.add(kind, cut.operands.items(), cut.results.items())
     return loops.rule()
 

@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.axes.sharding_rules import DimRule, LoopKind
-from autoshard.axes.sharding_rules.builder import Loops, whole_rule
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule
+from autoshard.axes.sharding_rules.builder import RuleBuilder, whole_rule
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.program import Eqn
 
@@ -46,7 +46,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GridLoop:
+class GridDimension:
     """One axis of a kernel's grid that can be cut.
 
     Attributes:
@@ -62,30 +62,35 @@ class GridLoop:
     results: Mapping[int, int]
 
 
-def grid_rule(eqn: Eqn) -> DimRule:
-    """The dimension rule of a `pallas_call`: what can be cut passes, the rest is whole. Never
+def grid_rule(eqn: Eqn) -> ShardingRule:
+    """The sharding rule of a `pallas_call`: what can be cut passes, the rest is whole. Never
     raises.
     """
-    found = grid_loops(eqn)
+    found = grid_dimensions(eqn)
     if not found:
         return whole_rule(eqn)
-    loops = Loops.of(eqn)
-    for loop in found:
-        loops.add(LoopKind.PASS, loop.operands.items(), loop.results.items(), pieces=loop.pieces)
-    return loops.rule()
+    factors = RuleBuilder.of(eqn)
+    for factor in found:
+        factors.add(
+            FactorKind.PASS_THROUGH,
+            factor.operands.items(),
+            factor.results.items(),
+            pieces=factor.pieces,
+        )
+    return factors.rule()
 
 
-def grid_loops(eqn: Eqn) -> tuple[GridLoop, ...]:
+def grid_dimensions(eqn: Eqn) -> tuple[GridDimension, ...]:
     """The axes of a `pallas_call`'s grid that can be cut; none where its parameters are not as
     expected.
     """
     try:
-        return tuple(_grid_loops(eqn))
+        return tuple(_grid_dimensions(eqn))
     except Exception:  # parameters of another jax: nothing is known, so nothing is cut
         return ()
 
 
-def _grid_loops(eqn: Eqn) -> Iterator[GridLoop]:
+def _grid_dimensions(eqn: Eqn) -> Iterator[GridDimension]:
     params, mapping = eqn.params, eqn.params["grid_mapping"]
     if (
         jaxprs.has_effects(eqn.origin)
@@ -122,7 +127,7 @@ def _grid_loops(eqn: Eqn) -> Iterator[GridLoop]:
                 continue
             taken |= places
             operands = {position: dim for operand, position, dim in places if operand}
-            yield GridLoop(
+            yield GridDimension(
                 axis,
                 pieces,
                 operands,
@@ -264,7 +269,7 @@ def params_of_piece(
 
     Args:
         eqn: A kernel: a `pallas_call` or `ffi_call`.
-        cut: By loop of its dimension rule, into how many pieces.
+        cut: By loop of its sharding rule, into how many pieces.
         operands: Shapes of the operands' pieces.
         results: Shapes of the results' pieces.
     """
@@ -277,8 +282,8 @@ def params_of_piece(
         }
     mapping = params["grid_mapping"]
     grid = list(mapping.grid)
-    for number, loop in enumerate(grid_loops(eqn)):
-        grid[loop.grid_axis] //= cut.get(number, 1)
+    for number, factor in enumerate(grid_dimensions(eqn)):
+        grid[factor.grid_axis] //= cut.get(number, 1)
     shapes = [*operands[len(operands) - mapping.num_inputs :], *results]
     blocks = tuple(
         block.replace(array_aval=block.array_aval.update(shape=tuple(shape)))

@@ -1,11 +1,11 @@
-"""Stage 3: roles. Logical axes at isomorphic places of the program share one role, so decisions do
+"""Stage 3: roles. Axis classes at isomorphic places of the program share one logical axis, so decisions do
 not grow with depth.
 
 The axes of a program form a graph: two axes are neighbours where one equation loops over both, and
 the edge carries which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of
 that graph, refined by sizes and by the arguments an axis touches, gives equal labels to the heads
-of layer 1 and of layer 7. Two axes that meet in one value never share a role (the hidden axes of a
-deep MLP alternate instead), so a role names one dimension of almost any value; where the *same
+of layer 1 and of layer 7. Two axes that meet in one value never share a logical axis (the hidden axes of a
+deep MLP alternate instead), so a logical axis names one dimension of almost any value; where the *same
 axis* occurs twice in a value (attention scores) that is a conflict, and a rule says which
 occurrence it takes.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from autoshard.axes.axis_classes import NO_AXIS, LogicalAxes
+from autoshard.axes.axis_classes import NO_AXIS, AxisClasses
 from autoshard.tracing.program import Eqn, Value
 from autoshard.tracing.source_lines import source_line
 
@@ -32,13 +32,13 @@ _RESERVED = re.compile(r"[\s()@]|->")
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
-    """One role.
+class LogicalAxis:
+    """One logical axis.
 
     Attributes:
-        index: Position in `Roles.roles`.
+        index: Position in `LogicalAxes.axes`.
         name: Stable, readable name: the last part of a leaf path and the dimension (`wq.1`).
-        axes: The logical axes that share it.
+        classes: The axis classes that share it.
         sizes: Their distinct sizes, largest first.
         witness: Where it is seen: leaf path and dimension, or source line, primitive and dimension.
         scanned: True if a scan consumes it one slice at a time (it can be sharded in arguments
@@ -47,107 +47,109 @@ class Role:
 
     index: int
     name: str
-    axes: tuple[int, ...]
+    classes: tuple[int, ...]
     sizes: tuple[int, ...]
     witness: str
     scanned: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Roles:
-    """The roles of a program.
+class LogicalAxes:
+    """The logical axes of a program.
 
     Attributes:
-        axes: The logical axes.
-        roles: The roles, by first appearance.
-        of_axis: By axis, its role.
-        of_value: By `Value.index`, the role of each dimension (`NO_AXIS` for none).
+        classes: The axis classes.
+        axes: The logical axes, by first appearance.
+        of_class: By axis class, its logical axis.
+        of_value: By `Value.index`, the logical axis of each dimension (`NO_AXIS` for none).
     """
 
-    axes: LogicalAxes
-    roles: tuple[Role, ...]
-    of_axis: tuple[int, ...]
+    classes: AxisClasses
+    axes: tuple[LogicalAxis, ...]
+    of_class: tuple[int, ...]
     of_value: tuple[tuple[int, ...], ...]
 
-    def by_name(self, name: str) -> Role | None:
-        """The role of that name, or None."""
-        return next((role for role in self.roles if role.name == name), None)
+    def by_name(self, name: str) -> LogicalAxis | None:
+        """The logical axis of that name, or None."""
+        return next((logical_axis for logical_axis in self.axes if logical_axis.name == name), None)
 
-    def loops(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
-        """(role, size) of each loop of an equation."""
-        return tuple((self._role(axis), size) for axis, size in self.axes.loops(eqn))
+    def factors(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
+        """(logical axis, size) of each loop of an equation."""
+        return tuple((self._logical_axis(axis), size) for axis, size in self.classes.factors(eqn))
 
-    def _role(self, axis: int) -> int:
-        return NO_AXIS if axis == NO_AXIS else self.of_axis[axis]
+    def _logical_axis(self, axis: int) -> int:
+        return NO_AXIS if axis == NO_AXIS else self.of_class[axis]
 
 
-def find_roles(axes: LogicalAxes, given: Mapping[tuple[int, int], str] | None = None) -> Roles:
-    """Groups the logical axes into roles and names them.
+def find_logical_axes(
+    classes: AxisClasses, given: Mapping[tuple[int, int], str] | None = None
+) -> LogicalAxes:
+    """Groups the axis classes into logical axes and names them.
 
     Args:
-        axes: The logical axes.
+        classes: The axis classes.
         given: By (argument leaf, dimension), what the model itself calls that dimension.
     """
-    labels = _labels(axes)
+    labels = _labels(classes)
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-    meets = _meetings(axes)
-    for axis in range(axes.count):
+    meets = _meetings(classes)
+    for axis in range(classes.count):
         colour = 0
         while any(other in meets[axis] for other in groups[(labels[axis], colour)]):
             colour += 1
         groups[(labels[axis], colour)].append(axis)
     members = sorted((g for g in groups.values() if g), key=lambda g: g[0])
-    of_axis = [0] * axes.count
-    for role, group in enumerate(members):
+    of_class = [0] * classes.count
+    for logical_axis, group in enumerate(members):
         for axis in group:
-            of_axis[axis] = role
-    named = _names(axes, members, given or {})
-    sizes = _sizes(axes)
-    roles = tuple(
-        Role(
+            of_class[axis] = logical_axis
+    named = _names(classes, members, given or {})
+    sizes = _sizes(classes)
+    logical_axes = tuple(
+        LogicalAxis(
             index=i,
             name=named[i][0],
-            axes=tuple(group),
+            classes=tuple(group),
             sizes=tuple(sorted(set().union(*(sizes[a] for a in group)), reverse=True)),
             witness=named[i][1],
-            scanned=any(a in axes.scanned for a in group),
+            scanned=any(a in classes.scanned for a in group),
         )
         for i, group in enumerate(members)
     )
     of_value = tuple(
-        tuple(NO_AXIS if a == NO_AXIS else of_axis[a] for a in dims) for dims in axes.of_value
+        tuple(NO_AXIS if a == NO_AXIS else of_class[a] for a in dims) for dims in classes.of_value
     )
-    return Roles(axes, roles, tuple(of_axis), of_value)
+    return LogicalAxes(classes, logical_axes, tuple(of_class), of_value)
 
 
-def _sizes(axes: LogicalAxes) -> list[set[int]]:
-    sizes: list[set[int]] = [set() for _ in range(axes.count)]
-    for value in axes.program.values:
-        for axis, size in zip(axes.of_value[value.index], value.shape, strict=True):
+def _sizes(classes: AxisClasses) -> list[set[int]]:
+    sizes: list[set[int]] = [set() for _ in range(classes.count)]
+    for value in classes.program.values:
+        for axis, size in zip(classes.of_value[value.index], value.shape, strict=True):
             if axis != NO_AXIS:
                 sizes[axis].add(size)
     return sizes
 
 
-def _labels(axes: LogicalAxes) -> list[str]:
+def _labels(classes: AxisClasses) -> list[str]:
     """Weisfeiler-Lehman label of each axis."""
-    places: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(axes.count)]
+    places: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(classes.count)]
     edges: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-    for leaf, value in enumerate(axes.program.body.inputs):
-        owner = zlib.crc32(str(axes.program.input_argnums[leaf]).encode())
-        for dim, axis in enumerate(axes.of_value[value.index]):
+    for leaf, value in enumerate(classes.program.body.inputs):
+        owner = zlib.crc32(str(classes.program.input_argnums[leaf]).encode())
+        for dim, axis in enumerate(classes.of_value[value.index]):
             if axis != NO_AXIS:
                 places[axis][(owner, dim, *value.shape)] += 1
-    for eqn, _ in axes.program.walk():
+    for eqn, _ in classes.program.walk():
         if eqn.bodies:
             continue
         name = zlib.crc32(eqn.primitive.encode())
-        loops = axes.loops(eqn)
-        for i, (axis, size) in enumerate(loops):
+        factors = classes.factors(eqn)
+        for i, (axis, size) in enumerate(factors):
             if axis == NO_AXIS:
                 continue
-            places[axis][(name, len(loops), i, size)] += 1
-            for j, (other, _) in enumerate(loops[:i]):
+            places[axis][(name, len(factors), i, size)] += 1
+            for j, (other, _) in enumerate(factors[:i]):
                 if other not in (axis, NO_AXIS):
                     edges[min(axis, other), max(axis, other)][hash((name, j, i))] += 1
     graph = nx.Graph()
@@ -159,13 +161,13 @@ def _labels(axes: LogicalAxes) -> list[str]:
     hashes = nx.weisfeiler_lehman_subgraph_hashes(
         graph, edge_attr="meet", node_attr="place", iterations=ROUNDS
     )
-    return [hashes[axis][-1] for axis in range(axes.count)]
+    return [hashes[axis][-1] for axis in range(classes.count)]
 
 
-def _meetings(axes: LogicalAxes) -> list[set[int]]:
+def _meetings(classes: AxisClasses) -> list[set[int]]:
     """For each axis, the other axes that occur in one value with it."""
-    meets: list[set[int]] = [set() for _ in range(axes.count)]
-    for dims in set(axes.of_value):
+    meets: list[set[int]] = [set() for _ in range(classes.count)]
+    for dims in set(classes.of_value):
         present = set(dims) - {NO_AXIS}
         for axis in present:
             meets[axis] |= present - {axis}
@@ -173,25 +175,25 @@ def _meetings(axes: LogicalAxes) -> list[set[int]]:
 
 
 def _names(
-    axes: LogicalAxes, members: list[list[int]], given: Mapping[tuple[int, int], str]
+    classes: AxisClasses, members: list[list[int]], given: Mapping[tuple[int, int], str]
 ) -> list[tuple[str, str]]:
-    """(name, witness) of each role: the model's own, else of the first argument leaf, else of the
+    """(name, witness) of each logical axis: the model's own, else of the first argument leaf, else of the
     equation.
     """
-    program = axes.program
+    program = classes.program
     leaf_of: dict[int, tuple[str, int]] = {}
     own: dict[int, str] = {}
     for leaf, (path, value) in enumerate(
         zip(program.input_paths, program.body.inputs, strict=True)
     ):
-        for dim, axis in enumerate(axes.of_value[value.index]):
+        for dim, axis in enumerate(classes.of_value[value.index]):
             leaf_of.setdefault(axis, (path, dim))
             if (leaf, dim) in given:
                 own.setdefault(axis, _RESERVED.sub("_", given[leaf, dim]))
     maker_of: dict[int, tuple[Eqn, Value, int]] = {}
     for eqn in program.eqns:
         for value in eqn.outputs:
-            for dim, axis in enumerate(axes.of_value[value.index]):
+            for dim, axis in enumerate(classes.of_value[value.index]):
                 if axis not in leaf_of:
                     maker_of.setdefault(axis, (eqn, value, dim))
     candidates: list[list[str]] = []

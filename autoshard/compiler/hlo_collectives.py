@@ -132,7 +132,11 @@ class _Reader:
             trips, known = trip_count(self._program, computation, instruction)
             inner = self.read(called["body"][0]) + self.read(called["condition"][0])
             return tuple(
-                replace(op, trips=op.trips * trips, trips_known=op.trips_known and known)
+                replace(
+                    op,
+                    trip_count=op.trip_count * trips,
+                    trip_count_known=op.trip_count_known and known,
+                )
                 for op in inner
             )
         if opcode == "conditional":
@@ -164,7 +168,7 @@ class _Reader:
             kind=kind,
             axes=axes,
             group_size=size,
-            trips=1,
+            trip_count=1,
             full_bytes=full,
             sent_bytes=ring_bytes(kind, full, size),
             shape=without_layout(shape),

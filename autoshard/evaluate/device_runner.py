@@ -95,7 +95,9 @@ class Bench:
         else:
             known = self.compiled[other]
             trusted = Trusted(known.executable, known.built.in_shardings, f"layout {name}")
-        self._reference = reference_of(trusted, self.prepared.problem.roles.axes, self.inputs)
+        self._reference = reference_of(
+            trusted, self.prepared.problem.logical_axes.classes, self.inputs
+        )
         self._referred = other
 
     def compare(self, key: str) -> Compared:
@@ -113,7 +115,7 @@ class Bench:
         traced, mesh = shrunk.prepared.traced, shrunk.prepared.request.mesh
         inputs = inputs_for(traced.call, traced.program)
         trusted = unsharded(traced, inputs, mesh)
-        reference = reference_of(trusted, shrunk.prepared.problem.roles.axes, inputs)
+        reference = reference_of(trusted, shrunk.prepared.problem.logical_axes.classes, inputs)
         compiled = compile_built(
             build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options
         )

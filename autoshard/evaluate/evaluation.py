@@ -483,7 +483,7 @@ def step_s(predictor: Predictor, compute_s: float, ops: Sequence[CollectiveOp]) 
     hardware.
     """
     comm_s = sum(
-        op.trips * predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
+        op.trip_count * predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
         for op in ops
     )
     return compute_s + comm_s - predictor.hardware.overlap * min(compute_s, comm_s)

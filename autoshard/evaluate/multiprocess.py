@@ -284,10 +284,12 @@ def _worst(answers: Sequence[Any]) -> Compared:
 def identity_of(prepared: Prepared, identity: Mapping[str, str]) -> dict[str, str]:
     """What must be the same on all processes."""
     devices = ",".join(str(device.id) for device in prepared.request.mesh.user.devices.flat)
-    roles = zlib.crc32(" ".join(role.name for role in prepared.problem.roles.roles).encode())
+    logical_axes = zlib.crc32(
+        " ".join(logical_axis.name for logical_axis in prepared.problem.logical_axes.axes).encode()
+    )
     return {
         **identity,
         "order of devices": devices,
-        "names of roles": f"{roles:08x}",
+        "names of logical axes": f"{logical_axes:08x}",
         "values of arguments": identity_of_values(prepared.traced.call),
     }

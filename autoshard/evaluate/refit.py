@@ -15,7 +15,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
-from autoshard.cost_model.hardware.refit import Factors, Parts, parts_of, refit, time_s
+from autoshard.cost_model.hardware.refit import Corrections, Parts, parts_of, refit, time_s
 from autoshard.evaluate.candidate import Candidate
 from autoshard.evaluate.evaluation import Race
 from autoshard.evidence.collectives import Collective
@@ -76,7 +76,7 @@ class Revision:
         )
         return excess, float(f"{self.time_s(candidate):.4g}"), candidate.order
 
-    def _of_compiler(self, compiled: Sequence[Candidate]) -> Factors:
+    def _of_compiler(self, compiled: Sequence[Candidate]) -> Corrections:
         found = [
             (self._uncompiled(c), c.trial.compiled.time_s)
             for c in compiled

@@ -1,7 +1,7 @@
 """The same step at smaller sizes: where the unsharded function does not fit on one device, its
 small sister does.
 
-Every logical axis of the arguments is divided, at all its sizes alike, as far as the layout's mesh
+Every axis class of the arguments is divided, at all its sizes alike, as far as the layout's mesh
 axes still divide it. The small program must be the same program: the same primitives in the same
 order.
 """
@@ -41,7 +41,7 @@ class Shrunk:
 
 def shrink(prepared: Prepared, layout: Layout) -> Shrunk | str:
     """The layout at smaller sizes, or why there is none."""
-    axes, call = prepared.problem.roles.axes, prepared.traced.call
+    axes, call = prepared.problem.logical_axes.classes, prepared.traced.call
     divisors = _divisors(layout)
     factor = max(divisors.values(), default=1)
     if factor == 1:
@@ -55,8 +55,8 @@ def shrink(prepared: Prepared, layout: Layout) -> Shrunk | str:
         avals.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type)))
     try:
         small = prepare(prepared.request, replace(call, leaves=tuple(avals), avals=tuple(avals)))
-        known = {role.name for role in small.problem.roles.roles}
-        rules = tuple(rule for rule in layout.rules if rule.role in known)
+        known = {logical_axis.name for logical_axis in small.problem.logical_axes.axes}
+        rules = tuple(rule for rule in layout.rules if rule.logical_axis in known)
         derived = Layout(small.problem, rules, layout.inside)
         specs = derived.input_specs()
     except AutoshardError as error:
@@ -69,22 +69,22 @@ def shrink(prepared: Prepared, layout: Layout) -> Shrunk | str:
 
 
 def _divisors(layout: Layout) -> dict[int, int]:
-    """By logical axis, what all its sizes are divided by."""
-    roles, mesh_axes = layout.problem.roles, layout.problem.mesh_axes
+    """By axis class, what all its sizes are divided by."""
+    logical_axes, mesh_axes = layout.problem.logical_axes, layout.problem.mesh_axes
     pieces: dict[str, int] = defaultdict(lambda: 1)
     for rule in layout.rules:
-        pieces[rule.role] *= mesh_axes[rule.mesh_axis]
+        pieces[rule.logical_axis] *= mesh_axes[rule.mesh_axis]
     sizes: dict[int, set[int]] = defaultdict(set)
     pinned: set[int] = set()
-    for value in roles.axes.program.values:
-        for axis, size in zip(roles.axes.of_value[value.index], value.shape, strict=True):
+    for value in logical_axes.classes.program.values:
+        for axis, size in zip(logical_axes.classes.of_value[value.index], value.shape, strict=True):
             if axis != NO_AXIS:
                 sizes[axis].add(size)
                 if value.index in layout.problem.pins:
                     pinned.add(axis)
     divisors = {}
     for axis, all_sizes in sizes.items():
-        need = pieces[roles.roles[roles.of_axis[axis]].name]
+        need = pieces[logical_axes.axes[logical_axes.of_class[axis]].name]
         common = math.gcd(*all_sizes)
         keep = need * -(-SMALLEST // need)
         if axis not in pinned and common % keep == 0:

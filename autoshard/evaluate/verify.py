@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from autoshard.axes.axis_classes import LogicalAxes
-from autoshard.axes.sharding_rules import PICK, LoopKind
+from autoshard.axes.axis_classes import AxisClasses
+from autoshard.axes.sharding_rules import PICK, FactorKind
 from autoshard.compiler.transfer import whole
 from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Verified
@@ -137,9 +137,9 @@ def _error(want: np.ndarray, got: np.ndarray, unstable: np.ndarray | None) -> fl
         )
 
 
-def epsilon_of(axes: LogicalAxes) -> float:
+def epsilon_of(classes: AxisClasses) -> float:
     """Machine epsilon of the lowest float precision that anything in the program is computed in."""
-    computed = (value for eqn in axes.program.eqns for value in eqn.outputs)
+    computed = (value for eqn in classes.program.eqns for value in eqn.outputs)
     names = {v.dtype for v in computed if v.shape or v.dtype not in ("float32", "float64")}
     floats = [n for n in names if n.startswith(("float", "bfloat", "complex")) and n != "float0"]
     return max(map(epsilon, floats), default=0.0)
@@ -151,30 +151,30 @@ def epsilon(dtype: Any) -> float:
     return float(info.eps)
 
 
-def longest_sum(axes: LogicalAxes) -> int:
+def longest_sum(classes: AxisClasses) -> int:
     """Number of terms of the longest reduction in the program."""
     longest = 1
-    for eqn in axes.program.eqns:
-        loops = axes.loops(eqn)
-        rule = axes.rules[eqn.index]
+    for eqn in classes.program.eqns:
+        factors = classes.factors(eqn)
+        rule = classes.rules[eqn.index]
         if rule.combine == PICK:
             continue
         terms = math.prod(
             size
-            for (_, size), kind in zip(loops, rule.kinds, strict=True)
-            if kind is LoopKind.REDUCED
+            for (_, size), kind in zip(factors, rule.kinds, strict=True)
+            if kind is FactorKind.REDUCTION
         )
         longest = max(longest, terms)
     return longest
 
 
-def rounding_of(axes: LogicalAxes) -> float:
+def rounding_of(classes: AxisClasses) -> float:
     """How far outputs may differ because sums are taken in another order, relative to their
     scale.
     """
-    eps, single = epsilon_of(axes), epsilon("float32")
+    eps, single = epsilon_of(classes), epsilon("float32")
     low = min(LOW_FACTOR * eps, COARSEST) if eps > single else 0.0
-    return FACTOR * min(eps, single) * math.sqrt(longest_sum(axes)) + low
+    return FACTOR * min(eps, single) * math.sqrt(longest_sum(classes)) + low
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,12 +213,12 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
     return Trusted(run, alone, "unsharded function")
 
 
-def reference_of(trusted: Trusted, axes: LogicalAxes, inputs: Inputs) -> Reference:
+def reference_of(trusted: Trusted, classes: AxisClasses, inputs: Inputs) -> Reference:
     """Runs a trusted way, and again with every float input nudged by one unit in the last place."""
     run, shardings = trusted.run, trusted.shardings
     outputs = [to_numpy(leaf) for leaf in run(*inputs.place(shardings))]
     nudged = [_nudged(run, inputs, shardings, seed) for seed in range(NUDGES)]
-    rounding = rounding_of(axes)
+    rounding = rounding_of(classes)
     tolerances: list[float] = []
     unstable: list[np.ndarray | None] = []
     for i, want in enumerate(outputs):
@@ -239,7 +239,7 @@ def reference_of(trusted: Trusted, axes: LogicalAxes, inputs: Inputs) -> Referen
             + DRIFT_FACTOR * max(drift, default=0.0)
             + float(np.finfo(np.float32).tiny)
         )
-    paths = axes.program.output_paths
+    paths = classes.program.output_paths
     return Reference(tuple(outputs), tuple(unstable), tuple(tolerances), trusted.against, paths)
 
 

@@ -42,31 +42,31 @@ class CollectiveOp:
             `group_size` tells.
         group_size: Devices in one group; for a collective_permute the devices among which the
             values move.
-        trips: Executions per call.
+        trip_count: Executions per call.
         full_bytes: B, the bytes of the full value (`ring_bytes`), of one execution.
         sent_bytes: Bytes one device sends in one execution.
         shape: The result as the source prints it: of one device in compiled programs and in
             shard_map (`f32[16,16]`), else the global one (`tensor<8x16xf32>`).
         source: `file.py:line` of the user's code, or "".
         op_name: The name stack (`jit(step)/while/body/dot_general`), or "".
-        trips_known: False if some enclosing loop's trip count could not be read and counts as 1.
+        trip_count_known: False if some enclosing loop's trip count could not be read and counts as 1.
     """
 
     kind: str
     axes: tuple[str, ...]
     group_size: int
-    trips: int
+    trip_count: int
     full_bytes: int
     sent_bytes: int
     shape: str = ""
     source: str = ""
     op_name: str = ""
-    trips_known: bool = True
+    trip_count_known: bool = True
 
     @property
     def total_bytes(self) -> int:
         """Bytes one device sends per call, loop trip counts included."""
-        return self.trips * self.sent_bytes
+        return self.trip_count * self.sent_bytes
 
 
 def ring_bytes(kind: str, full_bytes: int, group_size: int) -> int:
@@ -107,7 +107,7 @@ def summarise(ops: Iterable[CollectiveOp]) -> tuple[Collective, ...]:
     totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for op in ops:
         count, sent = totals.get((op.kind, op.axes), (0, 0))
-        totals[op.kind, op.axes] = (count + op.trips, sent + op.total_bytes)
+        totals[op.kind, op.axes] = (count + op.trip_count, sent + op.total_bytes)
     keys = sorted(totals, key=lambda key: (KINDS.index(key[0]), key[1]))
     return tuple(Collective(kind, axes, *totals[kind, axes]) for kind, axes in keys)
 

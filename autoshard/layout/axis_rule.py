@@ -1,4 +1,4 @@
-"""Axis rules: which logical axis goes to which mesh axis, where."""
+"""Axis rules: which axis class goes to which mesh axis, where."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZER = "optimizer"
 
 
 _TEXT = re.compile(
-    r"^\s*(?P<role>\S+?)\s*->\s*(?P<axis>[^\s()@][^()@]*?)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
+    r"^\s*(?P<logical axis>\S+?)\s*->\s*(?P<axis>[^\s()@][^()@]*?)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
 )
 
 
@@ -27,11 +27,11 @@ class AxisRule:
     """One axis rule.
 
     Attributes:
-        role: Name of the role.
+        logical_axis: Name of the logical axis.
         mesh_axis: Name of the mesh axis.
-        occurrence: Which dimension it takes where the role occurs twice in one value.
-        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with ROLE` or `without
-            ROLE` (true of the other roles of the same value).
+        occurrence: Which dimension it takes where the logical axis occurs twice in one value.
+        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with AXIS` or `without
+            ROLE` (true of the other logical axes of the same value).
 
     >>> str(AxisRule("wq.1", "model"))
     'wq.1->model'
@@ -39,14 +39,14 @@ class AxisRule:
     AxisRule(role='emb.1', mesh_axis='data', occurrence='first', where='optimizer')
     """
 
-    role: str
+    logical_axis: str
     mesh_axis: str
     occurrence: Occurrence = "first"
     where: str = EVERYWHERE
 
     def __str__(self) -> str:
         where = "" if self.where == EVERYWHERE else f" ({self.where})"
-        return f"{self.role}->{self.mesh_axis}{where}" + (
+        return f"{self.logical_axis}->{self.mesh_axis}{where}" + (
             "" if self.occurrence == "first" else f" @{self.occurrence}"
         )
 
@@ -60,7 +60,7 @@ class AxisRule:
         match = _TEXT.match(text)
         if match is None:
             raise RuleError(
-                f"{text!r} is no axis rule. Write 'role->mesh axis', for example 'wq.1->model'."
+                f"{text!r} is no axis rule. Write 'logical axis->mesh axis', for example 'wq.1->model'."
             )
         occurrence: Occurrence = "last" if match["occurrence"] == "last" else "first"
         return cls(match["role"], match["axis"], occurrence, match["where"] or EVERYWHERE)

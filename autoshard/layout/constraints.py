@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 
 from autoshard.axes.axis_classes import COPIES
 from autoshard.axes.kernels import params_of_piece
-from autoshard.axes.logical_axes import Roles
-from autoshard.axes.sharding_rules import DimRule, LoopKind, attention
+from autoshard.axes.logical_axes import LogicalAxes
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule, attention
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.program import Body, Eqn, Value
@@ -46,14 +46,14 @@ CUT_KERNELS = frozenset({"pallas_call", "ffi_call"})
 whole."""
 
 SHIFTS = COPIES | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
-"""Anchors where the layout splits a PERMUTED loop of theirs, or that dimension of an operand or
+"""Anchors where the layout splits a PERMUTATION loop of theirs, or that dimension of an operand or
 result.
 
-Otherwise the partitioner would carry the split on to the other side, which is another logical axis,
+Otherwise the partitioner would carry the split on to the other side, which is another axis class,
 and on to the next anchor.
 """
 _FREE_WHOLE = ANCHORS - {"conv_general_dilated"}
-"""Anchors whose WHOLE loops are left to the partitioner, which looks up rows of a split table
+"""Anchors whose NEED_REPLICATION loops are left to the partitioner, which looks up rows of a split table
 without gathering it.
 
 A convolution states them: where the space of a kernel gradient stays split, XLA's partitioner adds
@@ -88,22 +88,28 @@ def constraints_for(layout: Layout) -> Constraints:
     return Constraints({i: c for i, c in eqns.items() if c is not None}, outputs)
 
 
-def unstated_roles(roles: Roles) -> frozenset[int]:
-    """Roles that no argument, output, anchor or loop carry has: a rule on one of them says nothing
+def unstated_logical_axes(logical_axes: LogicalAxes) -> frozenset[int]:
+    """Logical axes that no argument, output, anchor or loop carry has: a rule on one of them says nothing
     to the compiler.
     """
-    program = roles.axes.program
+    program = logical_axes.classes.program
     stated = {
-        role
+        logical_axis
         for v in (*program.body.inputs, *program.body.outputs)
-        for role in roles.of_value[v.index]
+        for logical_axis in logical_axes.of_value[v.index]
     }
     for eqn in program.eqns:
         if eqn.primitive in ANCHORS | CUT_KERNELS:
-            stated |= {role for role, _ in roles.loops(eqn)}
-            stated |= {role for v in eqn.outputs for role in roles.of_value[v.index]}
-        stated |= {role for _, out in eqn.carries for role in roles.of_value[out.index]}
-    return frozenset(role.index for role in roles.roles) - stated
+            stated |= {logical_axis for logical_axis, _ in logical_axes.factors(eqn)}
+            stated |= {
+                logical_axis for v in eqn.outputs for logical_axis in logical_axes.of_value[v.index]
+            }
+        stated |= {
+            logical_axis
+            for _, out in eqn.carries
+            for logical_axis in logical_axes.of_value[out.index]
+        }
+    return frozenset(logical_axis.index for logical_axis in logical_axes.axes) - stated
 
 
 def _is_carry(layout: Layout, value: Value, carried: set[int]) -> bool:
@@ -115,18 +121,20 @@ def _stored(layout: Layout, value: Value) -> PartitionSpec:
     return to_partition_spec(fit.spec, fit.open_dims)
 
 
-def _unstated(primitive: str) -> tuple[LoopKind, ...]:
+def _unstated(primitive: str) -> tuple[FactorKind, ...]:
     return (
-        (LoopKind.WHOLE,) if primitive in _FREE_WHOLE and primitive not in attention.RULES else ()
+        (FactorKind.NEED_REPLICATION,)
+        if primitive in _FREE_WHOLE and primitive not in attention.RULES
+        else ()
     )
 
 
-def leaves_open(primitive: str, rule: DimRule, loops: Sequence[int]) -> bool:
+def leaves_open(primitive: str, rule: ShardingRule, factors: Sequence[int]) -> bool:
     """Whether an anchor leaves a dimension of an operand to the partitioner whatever the layout."""
-    return any(rule.kinds[loop] in _unstated(primitive) for loop in loops)
+    return any(rule.kinds[factor] in _unstated(primitive) for factor in factors)
 
 
-def closed_dims(primitive: str, rule: DimRule, loops: Sequence[int]) -> frozenset[int]:
+def closed_dims(primitive: str, rule: ShardingRule, factors: Sequence[int]) -> frozenset[int]:
     """Dimensions of an operand that an anchor shifts: they are never open.
 
     Where the work splits one otherwise than the store, the operand is stated as stored first. Else
@@ -135,87 +143,89 @@ def closed_dims(primitive: str, rule: DimRule, loops: Sequence[int]) -> frozense
     if primitive not in SHIFTS and primitive != "conv_general_dilated":
         return frozenset()
     return frozenset(
-        d for d, loop in enumerate(loops) if rule.kinds[loop] in (LoopKind.PERMUTED, LoopKind.WHOLE)
+        d
+        for d, factor in enumerate(factors)
+        if rule.kinds[factor] in (FactorKind.PERMUTATION, FactorKind.NEED_REPLICATION)
     )
 
 
 def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
-    """Whether the layout splits a PERMUTED loop, or the dimension of an operand or result over
+    """Whether the layout splits a PERMUTATION loop, or the dimension of an operand or result over
     which one runs.
     """
-    axes = layout.problem.roles.axes
+    axes = layout.problem.logical_axes.classes
     rule = axes.rules[eqn.index]
-    if LoopKind.PERMUTED not in rule.kinds or axes.constant[eqn.outputs[0].index]:
+    if FactorKind.PERMUTATION not in rule.kinds or axes.constant[eqn.outputs[0].index]:
         return False
-    shifted = {i for i, kind in enumerate(rule.kinds) if kind is LoopKind.PERMUTED}
+    shifted = {i for i, kind in enumerate(rule.kinds) if kind is FactorKind.PERMUTATION}
     if any(layout.work(eqn).spec[i] for i in shifted):
         return True
     return any(
         layout.fit(value).spec[dim]
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results))
-        for value, loops in zip(values, maps, strict=True)
-        for dim, loop in enumerate(loops)
-        if loop in shifted
+        for value, factors in zip(values, maps, strict=True)
+        for dim, factor in enumerate(factors)
+        if factor in shifted
     )
 
 
 def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
-    rule = layout.problem.roles.axes.rules[eqn.index]
+    rule = layout.problem.logical_axes.classes.rules[eqn.index]
     work = layout.work(eqn)
     exact = eqn.primitive in attention.RULES  # it refuses operands that are split otherwise
     unstated = _unstated(eqn.primitive)
 
-    def as_work(value: Value, loops: tuple[int, ...]) -> PartitionSpec:
-        spec = tuple(work.spec[i] for i in loops)
+    def as_work(value: Value, factors: tuple[int, ...]) -> PartitionSpec:
+        spec = tuple(work.spec[i] for i in factors)
         free = {
             d
-            for d, i in enumerate(loops)
-            if rule.kinds[i] in unstated or (i in work.open_dims and d not in closed(loops))
+            for d, i in enumerate(factors)
+            if rule.kinds[i] in unstated or (i in work.open_dims and d not in closed(factors))
         }
         return to_partition_spec(spec, () if exact else free)
 
-    def closed(loops: tuple[int, ...]) -> frozenset[int]:
-        return closed_dims(eqn.primitive, rule, loops)
+    def closed(factors: tuple[int, ...]) -> frozenset[int]:
+        return closed_dims(eqn.primitive, rule, factors)
 
     operands = {
-        i: as_work(value, loops)
-        for i, (value, loops) in enumerate(zip(eqn.inputs, rule.operands, strict=True))
+        i: as_work(value, factors)
+        for i, (value, factors) in enumerate(zip(eqn.inputs, rule.operands, strict=True))
         if value.shape and not value.literal and value.bytes
     }
     kept = {}
     for i in operands:
-        fit, loops = layout.fit(eqn.inputs[i]), rule.operands[i]
-        if any(fit.spec[d] != work.spec[loops[d]] for d in closed(loops)):
+        fit, factors = layout.fit(eqn.inputs[i]), rule.operands[i]
+        if any(fit.spec[d] != work.spec[factors[d]] for d in closed(factors)):
             kept[i] = to_partition_spec(fit.spec, fit.open_dims)
     results = {}
-    for i, (value, loops) in enumerate(zip(eqn.outputs, rule.results, strict=True)):
+    for i, (value, factors) in enumerate(zip(eqn.outputs, rule.results, strict=True)):
         if value.shape:
-            raw, stored = as_work(value, loops), _stored(layout, value)
+            raw, stored = as_work(value, factors), _stored(layout, value)
             results[i] = (raw,) if raw == stored else (raw, stored)
     return EqnConstraints(operands, results, kept=kept) if operands or results else None
 
 
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     """A kernel by pieces; None where its work is whole."""
-    rule, work = layout.problem.roles.axes.rules[eqn.index], layout.work(eqn)
+    rule, work = layout.problem.logical_axes.classes.rules[eqn.index], layout.work(eqn)
     mesh_axes = layout.problem.mesh_axes
     cut = {
-        loop: math.prod(mesh_axes[axis] for axis in axes)
-        for loop, axes in enumerate(work.spec)
+        factor: math.prod(mesh_axes[axis] for axis in axes)
+        for factor, axes in enumerate(work.spec)
         if axes
     }
     if not cut or (
-        rule.combine != "add" and any(rule.kinds[loop] is LoopKind.REDUCED for loop in cut)
+        rule.combine != "add" and any(rule.kinds[factor] is FactorKind.REDUCTION for factor in cut)
     ):
         return None
 
     def specs(maps: Sequence[tuple[int, ...]]) -> tuple[PartitionSpec, ...]:
-        return tuple(to_partition_spec(tuple(work.spec[i] for i in loops)) for loops in maps)
+        return tuple(to_partition_spec(tuple(work.spec[i] for i in factors)) for factors in maps)
 
     def shapes(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
-            tuple(size // cut.get(i, 1) for size, i in zip(v.shape, loops, strict=True))
-            for v, loops in zip(values, maps, strict=True)
+            tuple(size // cut.get(i, 1) for size, i in zip(v.shape, factors, strict=True))
+            for v, factors in zip(values, maps, strict=True)
         ]
 
     operands, results = shapes(eqn.inputs, rule.operands), shapes(eqn.outputs, rule.results)
@@ -224,7 +234,10 @@ def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
         specs(rule.results),
         params_of_piece(eqn, cut, operands, results),
         tuple(
-            axis for loop in cut if rule.kinds[loop] is LoopKind.REDUCED for axis in work.spec[loop]
+            axis
+            for factor in cut
+            if rule.kinds[factor] is FactorKind.REDUCTION
+            for axis in work.spec[factor]
         ),
     )
     stored = {i: (_stored(layout, value),) for i, value in enumerate(eqn.outputs) if value.shape}

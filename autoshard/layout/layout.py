@@ -1,11 +1,11 @@
 """Stage 4: axis rules to specs, by first-fit with divisibility.
 
-An axis rule sends a role to a mesh axis. For each array the rules are tried in order: a rule takes
-the (first or last) dimension of its role if its mesh axis is still unused in this array and divides
+An axis rule sends a logical axis to a mesh axis. For each array the rules are tried in order: a rule takes
+the (first or last) dimension of its logical axis if its mesh axis is still unused in this array and divides
 what is left of the dimension. The same first-fit over the *loops* of an equation says how the work
 itself is split.
 
-Where a role is present but its mesh axis divides none of its dimensions, and nothing else takes
+Where a logical axis is present but its mesh axis divides none of its dimensions, and nothing else takes
 that axis, the dimensions that no rule split are *open*: inside the function they are left to the
 partitioner (`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned
 replicated.
@@ -50,8 +50,10 @@ class Layout:
     def fit_signature(self, signature: Signature) -> Fit:
         """First-fit of a signature, remembered."""
         if signature not in self._memo:
-            roles, sizes, optimizer, barred = signature
-            self._memo[signature] = first_fit(roles, sizes, self.bound, optimizer, barred=barred)
+            logical_axes, sizes, optimizer, disallowed = signature
+            self._memo[signature] = first_fit(
+                logical_axes, sizes, self.bound, optimizer, disallowed=disallowed
+            )
         return self._memo[signature]
 
     def fit(self, value: Value) -> Fit:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from autoshard.errors import PathError, SpecError
 from autoshard.jax_internals.constraint_eqns import user_spec
 from autoshard.layout.problem import Problem
-from autoshard.layout.spec import Barred, Spec
+from autoshard.layout.spec import Disallowed, Spec
 from autoshard.tracing.program import Program, Value
 
 
@@ -48,7 +48,7 @@ class Only:
     def __hash__(self) -> int:
         return hash(self.entries)
 
-    def barred(self, value: Value, mesh_axes: Mapping[str, int], path: str) -> Barred:
+    def disallowed(self, value: Value, mesh_axes: Mapping[str, int], path: str) -> Disallowed:
         """By dimension of a value, the mesh axes that may not split it.
 
         Raises:
@@ -155,17 +155,19 @@ class Pinned:
 
     Attributes:
         specs: Of leaves whose spec is fixed.
-        barred: Of leaves whose dimensions are kept from mesh axes.
+        disallowed: Of leaves whose dimensions are kept from mesh axes.
     """
 
     specs: dict[int, Spec]
-    barred: dict[int, Barred]
+    disallowed: dict[int, Disallowed]
 
     def over(self, problem: Problem) -> Problem:
         """A problem with these pins, which come before those that it has."""
-        kept = {i: spec for i, spec in problem.pins.items() if i not in self.barred}
-        free = {i: barred for i, barred in problem.barred.items() if i not in self.specs}
-        return replace(problem, pins={**kept, **self.specs}, barred={**free, **self.barred})
+        kept = {i: spec for i, spec in problem.pins.items() if i not in self.disallowed}
+        free = {
+            i: disallowed for i, disallowed in problem.disallowed.items() if i not in self.specs
+        }
+        return replace(problem, pins={**kept, **self.specs}, disallowed={**free, **self.disallowed})
 
 
 def resolve_pins(
@@ -206,17 +208,17 @@ def resolve_pins(
         for path in matched:
             index = leaves[path].index
             if isinstance(pin, Only):
-                found.barred[index] = pin.barred(leaves[path], mesh_axes, path)
+                found.disallowed[index] = pin.disallowed(leaves[path], mesh_axes, path)
                 found.specs.pop(index, None)
             else:
                 found.specs[index] = canonical_spec(pin, leaves[path], mesh_axes, path)
-                found.barred.pop(index, None)
+                found.disallowed.pop(index, None)
     for source, target in carry:
         leaf, output = program.body.inputs[source].index, program.body.outputs[target].index
         if leaf in found.specs:
             found.specs[output] = found.specs[leaf]
-        if leaf in found.barred:
-            found.barred[output] = found.barred[leaf]
+        if leaf in found.disallowed:
+            found.disallowed[output] = found.disallowed[leaf]
     return found
 
 

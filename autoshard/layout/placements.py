@@ -8,7 +8,7 @@ order are the same effective layout. Where two mesh axes meet in a dimension tha
 their product does not, the later one is fitted again (`Placements.combine`).
 
 A row holds for each column (a signature, or a pinned value) the dimension that the mesh axis
-splits, `ABSENT`, or `OPEN` where a rule's role is present but the mesh axis divides none of its
+splits, `ABSENT`, or `OPEN` where a rule's logical axis is present but the mesh axis divides none of its
 dimensions (see `layout`).
 """
 
@@ -81,15 +81,15 @@ class Placements:
         self.columns = len(self._column) + len(self._pinned) + 1
         self.rows = tuple(Rows(self.columns) for _ in range(len(self.axes) + 1))
         width = max((len(s[0]) for s in problem.signatures), default=0)
-        self._roles = np.full((self.columns, width), -1, dtype=np.int64)
+        self._logical_axes = np.full((self.columns, width), -1, dtype=np.int64)
         self._dim_sizes = np.ones((self.columns, width), dtype=np.int64)
         self._optimizer = np.zeros(self.columns, dtype=bool)
-        self._barred = [np.zeros((self.columns, width), dtype=bool) for _ in self.axes]
+        self._disallowed = [np.zeros((self.columns, width), dtype=bool) for _ in self.axes]
         for signature, column in self._column.items():
-            roles, sizes, optimizer, barred = signature
-            for mine, name in zip(self._barred, self.axes, strict=True):
-                mine[column, : len(barred)] = [name in names for names in barred]
-            self._roles[column, : len(roles)] = roles
+            logical_axes, sizes, optimizer, disallowed = signature
+            for mine, name in zip(self._disallowed, self.axes, strict=True):
+                mine[column, : len(disallowed)] = [name in names for names in disallowed]
+            self._logical_axes[column, : len(logical_axes)] = logical_axes
             self._dim_sizes[column, : len(sizes)] = sizes
             self._optimizer[column] = optimizer
         self._fixed = [np.full(self.columns, ABSENT, dtype=np.int8) for _ in self.axes]
@@ -115,7 +115,7 @@ class Placements:
     # Columns --------------------------------------------------------------------------------------
 
     def value_column(self, value: Value) -> int:
-        """Column of a value: a pinned one has its own, one without roles the last, where nothing is
+        """Column of a value: a pinned one has its own, one without logical axes the last, where nothing is
         ever split.
         """
         pinned = self._pinned.get(value.index)
@@ -129,24 +129,26 @@ class Placements:
 
     def split_sizes(self, column: int) -> list[int]:
         """Sizes of the dimensions (or loops) of a column that rules may split."""
-        able = (self._roles[column] >= 0) & (self._dim_sizes[column] > 1)
+        able = (self._logical_axes[column] >= 0) & (self._dim_sizes[column] > 1)
         return [int(size) for size in self._dim_sizes[column][able]]
 
     def factors(self, axis: int, rows: NDArray[np.int8]) -> NDArray[np.int64]:
         """[rows, columns] into how many pieces the partitioner cuts what a mesh axis leaves OPEN.
 
         A dimension that the mesh axis does not divide is cut as far as it goes where another
-        dimension of its role is split: 4 heads on 8 devices in 4, if columns of their projection
+        dimension of its logical axis is split: 4 heads on 8 devices in 4, if columns of their projection
         are split in 8. Alone it stays whole.
         """
         size = self.sizes[axis]
         cut = np.where(
-            (self._roles >= 0) & (self._dim_sizes % size != 0), np.gcd(self._dim_sizes, size), 1
+            (self._logical_axes >= 0) & (self._dim_sizes % size != 0),
+            np.gcd(self._dim_sizes, size),
+            1,
         )
         found = np.ones(rows.shape, dtype=np.int64)
         for n in np.flatnonzero((rows == OPEN).any(axis=1)).tolist():
             split = np.flatnonzero(rows[n] >= 0)
-            also = np.isin(self._roles, self._roles[split, rows[n, split]])
+            also = np.isin(self._logical_axes, self._logical_axes[split, rows[n, split]])
             found[n] = np.where(also, cut, 1).max(axis=1, initial=1)
         return np.where(rows == OPEN, found, 1)
 
@@ -156,7 +158,7 @@ class Placements:
         """
         one, two = (column, dim), (other, other_dim)
         return bool(
-            self._roles[one] == self._roles[two]
+            self._logical_axes[one] == self._logical_axes[two]
             and self._dim_sizes[one] == self._dim_sizes[two]
             and self._optimizer[column] == self._optimizer[other]
             and self._free[column] == self._free[other]
@@ -179,14 +181,14 @@ class Placements:
             undecided = self._free.copy()
             misfit = np.zeros(self.columns, dtype=bool)
             for rule in rules:
-                able = undecided & self._having(rule.role)
+                able = undecided & self._having(rule.logical_axis)
                 if rule.optimizer:
                     able &= self._optimizer
                 if rule.needs is not None:
                     able &= self._having(rule.needs)
                 if rule.forbids is not None:
                     able &= ~self._having(rule.forbids)
-                dims = self._fitting(rule.role, axis, rule.last)
+                dims = self._fitting(rule.logical_axis, axis, rule.last)
                 hit = able & (dims >= 0)
                 row[hit] = dims[hit]
                 undecided &= ~hit
@@ -196,21 +198,25 @@ class Placements:
             self._rules_of_list[axis].append(rules)
         return number
 
-    def _having(self, role: int) -> NDArray[np.bool_]:
-        if role not in self._has:
-            self._has[role] = (self._roles == role).any(axis=1)
-        return self._has[role]
+    def _having(self, logical_axis: int) -> NDArray[np.bool_]:
+        if logical_axis not in self._has:
+            self._has[logical_axis] = (self._logical_axes == logical_axis).any(axis=1)
+        return self._has[logical_axis]
 
-    def _fitting(self, role: int, axis: int, last: bool) -> Row:
-        """By column, the first or last dimension of a role that the mesh axis divides; OPEN where
+    def _fitting(self, logical_axis: int, axis: int, last: bool) -> Row:
+        """By column, the first or last dimension of a logical axis that the mesh axis divides; OPEN where
         it divides none.
         """
-        key = (role, axis, last)
+        key = (logical_axis, axis, last)
         if key not in self._first:
-            mine = (self._roles == role) & (self._dim_sizes > 1) & ~self._barred[axis]
+            mine = (
+                (self._logical_axes == logical_axis)
+                & (self._dim_sizes > 1)
+                & ~self._disallowed[axis]
+            )
             fits = mine & (self._dim_sizes % self.sizes[axis] == 0)
             dims = np.where(mine.any(axis=1), OPEN, ABSENT).astype(np.int8)
-            order = range(self._roles.shape[1])
+            order = range(self._logical_axes.shape[1])
             for dim in order if last else reversed(order):
                 dims[fits[:, dim]] = dim
             self._first[key] = dims
@@ -284,12 +290,12 @@ class Placements:
         return self._bound[rule]
 
     def _order_of(self, rules: Sequence[BoundRule]) -> int | None:
-        """The first order of the mesh axes in which every role takes them; None where roles
+        """The first order of the mesh axes in which every logical axis takes them; None where logical axes
         disagree.
         """
         axes_of: dict[int, list[str]] = {}
         for rule in rules:
-            axes_of.setdefault(rule.role, []).append(rule.mesh_axis)
+            axes_of.setdefault(rule.logical_axis, []).append(rule.mesh_axis)
         before = set()
         for axes in axes_of.values():
             for a, b in itertools.combinations(dict.fromkeys(axes), 2) if len(axes) > 1 else ():
@@ -319,8 +325,10 @@ class Placements:
             for b in range(a):
                 meet |= (rows[a] == rows[b]) & (rows[a] >= 0) & self._free
         for column in np.flatnonzero(meet).tolist():
-            roles, sizes, optimizer, barred = self.problem.signatures[column]
-            placed = self._placed(first_fit(roles, sizes, rules, optimizer, barred=barred))
+            logical_axes, sizes, optimizer, disallowed = self.problem.signatures[column]
+            placed = self._placed(
+                first_fit(logical_axes, sizes, rules, optimizer, disallowed=disallowed)
+            )
             for row, dim in zip(rows, placed, strict=True):
                 row[column] = dim
         return [kept.add(row) for kept, row in zip(self.rows, rows, strict=True)]
@@ -396,8 +404,8 @@ class Placements:
             rules = self._rules_of_list[axis][number]
             row = self.rows[axis].array[self._row_of_list[axis][number]].copy()
             for column, shard_sizes in zip(columns.tolist(), left.tolist(), strict=True):
-                roles, sizes, optimizer, barred = self.problem.signatures[column]
-                fit = first_fit(roles, sizes, rules, optimizer, shard_sizes, barred)
+                logical_axes, sizes, optimizer, disallowed = self.problem.signatures[column]
+                fit = first_fit(logical_axes, sizes, rules, optimizer, shard_sizes, disallowed)
                 row[column] = self._placed(fit)[axis]
             self._refitted[key] = self.rows[axis].add(row)
         return self._refitted[key]

@@ -1,4 +1,4 @@
-"""From a function and example arguments to a `Problem`: trace, carry, logical axes, roles, groups
+"""From a function and example arguments to a `Problem`: trace, carry, axis classes, logical axes, groups
 and pins.
 """
 
@@ -13,18 +13,18 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard.axes.argument_groups import find_groups
-from autoshard.axes.axis_classes import LogicalAxes, logical_axes
+from autoshard.axes.axis_classes import AxisClasses, axis_classes
 from autoshard.axes.infer_rules import RuleFinder
-from autoshard.axes.logical_axes import find_roles
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.logical_axes import find_logical_axes
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.axes.sharding_rules.special import KERNELS
 from autoshard.errors import ArgumentError, PathError
-from autoshard.layout.constraints import unstated_roles
+from autoshard.layout.constraints import unstated_logical_axes
 from autoshard.layout.mesh import MeshInfo, resolve_mesh
 from autoshard.layout.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
 from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
-from autoshard.tracing.flax_metadata import role_names, specs_from_names
+from autoshard.tracing.flax_metadata import logical_axis_names, specs_from_names
 from autoshard.tracing.functionalize import InPlace, functional
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, options_for
@@ -118,7 +118,7 @@ def make_request(
 
 
 def prepare(request: Request, call: Call) -> Prepared:
-    """Traces a request and finds its logical axes, roles, groups and pins."""
+    """Traces a request and finds its axis classes, logical axes, groups and pins."""
     mesh = request.mesh
     traced = trace(
         request.fn, call, mesh.auto, keep_user_constraints=request.user_constraints == "pin"
@@ -148,7 +148,7 @@ def prepare(request: Request, call: Call) -> Prepared:
         if pair[0] not in {i for i, _ in carry}
     )
     finder = RuleFinder()
-    axes = logical_axes(program, carry, finder.rule_for)
+    axes = axis_classes(program, carry, finder.rule_for)
     notes += [*finder.notes, *_notes_on_kernels(axes)]
     groups = find_groups(axes, state)
     pins = user_constraints(program, mesh.auto)
@@ -156,8 +156,10 @@ def prepare(request: Request, call: Call) -> Prepared:
         specs_from_names(call, tuple(mesh.axes)) if request.pins == "metadata" else request.pins
     )
     pinned = resolve_pins(_pin_map(asked, program.input_paths), program, mesh.axes, carry)
-    roles = find_roles(axes, role_names(call))
-    problem = pinned.over(Problem(roles, groups, mesh.axes, pins, unstated_roles(roles)))
+    logical_axes = find_logical_axes(axes, logical_axis_names(call))
+    problem = pinned.over(
+        Problem(logical_axes, groups, mesh.axes, pins, unstated_logical_axes(logical_axes))
+    )
     return Prepared(request, traced, problem, carry, tuple(notes))
 
 
@@ -182,14 +184,14 @@ def _notes_on(program: Program) -> list[str]:
     return notes
 
 
-def _notes_on_kernels(axes: LogicalAxes) -> list[str]:
+def _notes_on_kernels(classes: AxisClasses) -> list[str]:
     """For each kernel of the program whether it can be run by pieces."""
     notes = {}
-    for eqn in axes.program.eqns:
+    for eqn in classes.program.eqns:
         if eqn.primitive not in KERNELS:
             continue
         where = f"{eqn.primitive} ({source_line(eqn)})"
-        if any(kind is not LoopKind.WHOLE for kind in axes.rules[eqn.index].kinds):
+        if any(kind is not FactorKind.NEED_REPLICATION for kind in classes.rules[eqn.index].kinds):
             shown = (
                 "its grid and index maps show"
                 if eqn.primitive == "pallas_call"

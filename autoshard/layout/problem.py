@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from autoshard.axes.argument_groups import Groups
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.axes.logical_axes import Roles
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.logical_axes import LogicalAxes
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.errors import RuleError
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule
-from autoshard.layout.spec import Barred, Spec
+from autoshard.layout.spec import Disallowed, Spec
 from autoshard.tracing.program import Eqn, Program, Value
 
 
@@ -26,9 +26,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class BoundRule:
-    """An axis rule bound to role numbers and an axis size."""
+    """An axis rule bound to logical axis numbers and an axis size."""
 
-    role: int
+    logical_axis: int
     mesh_axis: str
     size: int
     last: bool
@@ -38,37 +38,45 @@ class BoundRule:
 
 
 def first_fit(
-    roles: Sequence[int],
+    logical_axes: Sequence[int],
     sizes: Sequence[int],
     rules: Iterable[BoundRule],
     optimizer: bool,
     shard_sizes: Sequence[int] | None = None,
-    barred: Barred = (),
+    disallowed: Disallowed = (),
 ) -> Fit:
     """First-fit with divisibility over the dimensions of one value, or the loops of one equation.
 
     Args:
-        roles: Role of each dimension.
+        logical_axes: Logical axis of each dimension.
         sizes: Size of each.
         rules: In order.
         optimizer: True for values of the optimizer state.
         shard_sizes: What is left of each size where other mesh axes already split it.
-        barred: See `Barred`.
+        disallowed: See `Disallowed`.
     """
     spec: list[tuple[str, ...]] = [()] * len(sizes)
     left = list(sizes if shard_sizes is None else shard_sizes)
     used: set[str] = set()
     misfits: dict[str, list[int]] = {}
     for rule in rules:
-        if rule.mesh_axis in used or rule.role not in roles or (rule.optimizer and not optimizer):
-            continue
-        if (rule.needs is not None and rule.needs not in roles) or (
-            rule.forbids is not None and rule.forbids in roles
+        if (
+            rule.mesh_axis in used
+            or rule.logical_axis not in logical_axes
+            or (rule.optimizer and not optimizer)
         ):
             continue
-        dims = [d for d, role in enumerate(roles) if role == rule.role and sizes[d] > 1]
-        if barred:
-            dims = [d for d in dims if rule.mesh_axis not in barred[d]]
+        if (rule.needs is not None and rule.needs not in logical_axes) or (
+            rule.forbids is not None and rule.forbids in logical_axes
+        ):
+            continue
+        dims = [
+            d
+            for d, logical_axis in enumerate(logical_axes)
+            if logical_axis == rule.logical_axis and sizes[d] > 1
+        ]
+        if disallowed:
+            dims = [d for d in dims if rule.mesh_axis not in disallowed[d]]
         fitting = [d for d in dims if left[d] % rule.size == 0]
         if fitting:
             dim = fitting[-1] if rule.last else fitting[0]
@@ -85,8 +93,8 @@ def first_fit(
     return Fit(tuple(spec), frozenset(unplaced))
 
 
-Signature = tuple[tuple[int, ...], tuple[int, ...], bool, Barred]
-"""What first-fit looks at: roles and sizes of a value's dimensions (or an equation's loops),
+Signature = tuple[tuple[int, ...], tuple[int, ...], bool, Disallowed]
+"""What first-fit looks at: logical axes and sizes of a value's dimensions (or an equation's loops),
 whether it is optimizer state, and what is barred."""
 
 
@@ -95,36 +103,36 @@ class Problem:
     """What stays fixed while candidates vary.
 
     Attributes:
-        roles: The roles.
+        logical_axes: The roles.
         groups: Groups of the arguments.
         mesh_axes: Size of each mesh axis, in mesh order.
         pins: Specs fixed by the user, by `Value.index`.
-        barred: Mesh axes that the user keeps from dimensions, by `Value.index`.
-        unstated: Roles without effect: no constraint and no argument has them
+        disallowed: Mesh axes that the user keeps from dimensions, by `Value.index`.
+        unstated: Logical axes without effect: no constraint and no argument has them
             (`constrain.unstated_roles`).
         signatures: Every distinct signature of the program's values and works, in a stable order.
         edge_signatures: Those of the argument and output leaves.
     """
 
-    roles: Roles
+    logical_axes: LogicalAxes
     groups: Groups
     mesh_axes: Mapping[str, int]
     pins: Mapping[int, Spec] = field(default_factory=dict)
     unstated: frozenset[int] = frozenset()
-    barred: Mapping[int, Barred] = field(default_factory=dict)
+    disallowed: Mapping[int, Disallowed] = field(default_factory=dict)
     signatures: tuple[Signature, ...] = field(init=False, repr=False)
     edge_signatures: tuple[Signature, ...] = field(init=False, repr=False)
     _of_value: tuple[Signature, ...] = field(init=False, repr=False)
     _of_work: tuple[Signature, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        program, inside = self.roles.axes.program, self.groups.optimizer_values
+        program, inside = self.logical_axes.classes.program, self.groups.optimizer_values
         of_value = tuple(
             (
-                self._able(self.roles.of_value[v.index]),
+                self._able(self.logical_axes.of_value[v.index]),
                 v.shape,
                 v.index in inside,
-                self.barred.get(v.index, ()),
+                self.disallowed.get(v.index, ()),
             )
             for v in program.values
         )
@@ -132,7 +140,9 @@ class Problem:
         edges = {of_value[v.index] for v in (*program.body.inputs, *program.body.outputs)}
 
         def split(found: Iterable[Signature]) -> tuple[Signature, ...]:
-            return tuple(sorted(s for s in found if any(role != NO_AXIS for role in s[0])))
+            return tuple(
+                sorted(s for s in found if any(logical_axis != NO_AXIS for logical_axis in s[0]))
+            )
 
         object.__setattr__(self, "_of_value", of_value)
         object.__setattr__(self, "_of_work", of_work)
@@ -142,35 +152,38 @@ class Problem:
     @property
     def program(self) -> Program:
         """The program."""
-        return self.roles.axes.program
+        return self.logical_axes.classes.program
 
     def value_signature(self, value: Value) -> Signature:
         """Signature of a value."""
         return self._of_value[value.index]
 
     def work_signature(self, eqn: Eqn) -> Signature:
-        """Signature of an equation's loops; WHOLE loops have no role, so they are never split."""
+        """Signature of an equation's loops; NEED_REPLICATION loops have no logical axis, so they are never split."""
         return self._of_work[eqn.index]
 
     def _signature_of_work(self, eqn: Eqn) -> Signature:
-        rule = self.roles.axes.rules[eqn.index]
-        loops = self.roles.loops(eqn)
+        rule = self.logical_axes.classes.rules[eqn.index]
+        factors = self.logical_axes.factors(eqn)
         able = (
-            NO_AXIS if k is LoopKind.WHOLE else role
-            for k, (role, _) in zip(rule.kinds, loops, strict=True)
+            NO_AXIS if k is FactorKind.NEED_REPLICATION else logical_axis
+            for k, (logical_axis, _) in zip(rule.kinds, factors, strict=True)
         )
         optimizer = any(v.index in self.groups.optimizer_values for v in eqn.outputs)
-        return self._able(able), tuple(size for _, size in loops), optimizer, ()
+        return self._able(able), tuple(size for _, size in factors), optimizer, ()
 
-    def _able(self, roles: Iterable[int]) -> tuple[int, ...]:
-        return tuple(NO_AXIS if role in self.unstated else role for role in roles)
+    def _able(self, logical_axes: Iterable[int]) -> tuple[int, ...]:
+        return tuple(
+            NO_AXIS if logical_axis in self.unstated else logical_axis
+            for logical_axis in logical_axes
+        )
 
 
 def bind(problem: Problem, rule: AxisRule) -> BoundRule:
     """An axis rule as numbers.
 
     Raises:
-        RuleError: If it names a mesh axis, a role or a scope that the problem does not have.
+        RuleError: If it names a mesh axis, a logical axis or a scope that the problem does not have.
     """
     if rule.mesh_axis not in problem.mesh_axes:
         raise RuleError(
@@ -181,27 +194,27 @@ def bind(problem: Problem, rule: AxisRule) -> BoundRule:
     condition, _, other = rule.where.partition(" ")
     if rule.where not in (EVERYWHERE, OPTIMIZER) and condition not in ("with", "without"):
         raise RuleError(
-            f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with ROLE' "
-            f"or 'without ROLE'."
+            f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with AXIS' "
+            f"or 'without AXIS'."
         )
     return BoundRule(
-        role=_role_number(problem, rule.role, rule),
+        logical_axis=_logical_axis_number(problem, rule.logical_axis, rule),
         mesh_axis=rule.mesh_axis,
         size=problem.mesh_axes[rule.mesh_axis],
         last=rule.occurrence == "last",
         optimizer=rule.where == OPTIMIZER,
-        needs=_role_number(problem, other, rule) if condition == "with" else None,
-        forbids=_role_number(problem, other, rule) if condition == "without" else None,
+        needs=_logical_axis_number(problem, other, rule) if condition == "with" else None,
+        forbids=_logical_axis_number(problem, other, rule) if condition == "without" else None,
     )
 
 
-def _role_number(problem: Problem, name: str, rule: AxisRule) -> int:
-    role = problem.roles.by_name(name)
-    if role is None:
-        names = [r.name for r in problem.roles.roles]
+def _logical_axis_number(problem: Problem, name: str, rule: AxisRule) -> int:
+    logical_axis = problem.logical_axes.by_name(name)
+    if logical_axis is None:
+        names = [r.name for r in problem.logical_axes.axes]
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:8]
         raise RuleError(
-            f"rule '{rule}' names role {name!r}, which this function does not have. Nearest: "
+            f"rule '{rule}' names logical axis {name!r}, which this function does not have. Nearest: "
             f"{near}."
         )
-    return role.index
+    return logical_axis.index

@@ -11,7 +11,7 @@ Spec = tuple[tuple[str, ...], ...]
 rank."""
 
 
-Barred = tuple[tuple[str, ...], ...]
+Disallowed = tuple[tuple[str, ...], ...]
 """For each dimension of a value the mesh axes that may not split it; () where all may."""
 
 

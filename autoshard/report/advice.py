@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from autoshard.axes.argument_groups import Group
-from autoshard.axes.axis_classes import NO_AXIS, logical_axes
-from autoshard.axes.logical_axes import find_roles
-from autoshard.axes.sharding_rules import DimRule, LoopKind, reshape_rule
+from autoshard.axes.axis_classes import NO_AXIS, axis_classes
+from autoshard.axes.logical_axes import find_logical_axes
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule, reshape_rule
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.predict import Prediction, Predictor
@@ -121,7 +121,7 @@ class Fused:
     """A dimension of the parameters that the program cuts into parts.
 
     Attributes:
-        axis: Its logical axis.
+        axis: Its axis class.
         size: The size of the dimension that is cut.
         parts: Sizes of the parts.
         leaves: Leaf path and dimension of the parameters that have it.
@@ -137,7 +137,7 @@ def find_fused(problem: Problem) -> tuple[Fused, ...]:
     """The fused dimensions: those that slices or splits divide without rest, of axes that
     parameters have.
     """
-    axes, program = problem.roles.axes, problem.program
+    axes, program = problem.logical_axes.classes, problem.program
     leaves: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for path, value, group in zip(
         program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
@@ -162,11 +162,13 @@ def find_fused(problem: Problem) -> tuple[Fused, ...]:
     return tuple(found)
 
 
-def _cut_dims(eqn: Eqn, rule: DimRule) -> tuple[int, ...]:
+def _cut_dims(eqn: Eqn, rule: ShardingRule) -> tuple[int, ...]:
     if eqn.primitive not in _CUT or not rule.operands:
         return ()
     return tuple(
-        dim for dim, loop in enumerate(rule.operands[0]) if rule.kinds[loop] is LoopKind.PERMUTED
+        dim
+        for dim, factor in enumerate(rule.operands[0])
+        if rule.kinds[factor] is FactorKind.PERMUTATION
     )
 
 
@@ -189,7 +191,7 @@ def separated(
     A part keeps the axis of the whole. Where the whole is first reshaped to (parts, rest), and
     parts are picked one by one, the axis goes on in the rest.
     """
-    axes = problem.roles.axes
+    axes = problem.logical_axes.classes
     picked = {(f.axis, f.size) for f in fused if max(f.parts) == 1}
     cut = {(f.axis, f.size) for f in fused} - picked
 
@@ -197,7 +199,7 @@ def separated(
         found = zip(axes.of_value[value.index], value.shape, strict=True)
         return frozenset(dim for dim, place in enumerate(found) if place in among)
 
-    def rule_for(eqn: Eqn) -> DimRule:
+    def rule_for(eqn: Eqn) -> ShardingRule:
         rule = axes.rules[eqn.index]
         if eqn.primitive == "reshape" and len(eqn.inputs) == 1:
             before, after = (dims_of(v, picked) for v in (eqn.inputs[0], eqn.outputs[0]))
@@ -213,15 +215,17 @@ def separated(
             return replace(
                 rule,
                 kinds=tuple(
-                    LoopKind.PASS if loop in joined and kind is LoopKind.PERMUTED else kind
-                    for loop, kind in enumerate(rule.kinds)
+                    FactorKind.PASS_THROUGH
+                    if factor in joined and kind is FactorKind.PERMUTATION
+                    else kind
+                    for factor, kind in enumerate(rule.kinds)
                 ),
             )
         return rule
 
     return Problem(
-        find_roles(logical_axes(axes.program, carry, rule_for)), problem.groups, problem.mesh_axes, problem.pins,
-        barred=problem.barred,
+        find_logical_axes(axis_classes(axes.program, carry, rule_for)), problem.groups, problem.mesh_axes, problem.pins,
+        disallowed=problem.disallowed,
     )  # fmt: skip
 
 
@@ -275,7 +279,7 @@ def _odd_sizes(problem: Problem) -> dict[int, dict[int, str]]:
     """By size that some mesh axis does not divide, the axes of parameters that have it: `dimension
     0 of embed`.
     """
-    axes, program = problem.roles.axes, problem.program
+    axes, program = problem.logical_axes.classes, problem.program
     ways = [ways for ways in problem.mesh_axes.values() if ways > 1]
     weight: dict[int, int] = defaultdict(int)
     places: dict[int, dict[int, str]] = defaultdict(dict)
@@ -302,9 +306,9 @@ def _traced_at(prepared: Prepared, changed: Mapping[int, tuple[int, int]]) -> Pr
 
     Args:
         prepared: The function.
-        changed: By logical axis, the size that is another one, and which.
+        changed: By axis class, the size that is another one, and which.
     """
-    call, axes = prepared.traced.call, prepared.problem.roles.axes
+    call, axes = prepared.traced.call, prepared.problem.logical_axes.classes
     avals = []
     for value, aval in zip(axes.program.body.inputs, call.avals, strict=True):
         dims = zip(axes.of_value[value.index], aval.shape, strict=True)

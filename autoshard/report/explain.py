@@ -25,7 +25,7 @@ from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import shard_count
-from autoshard.report.what_if import predictor_for, role_of
+from autoshard.report.what_if import logical_axis_of, predictor_for
 from autoshard.text import bytes_text, render, seconds_text
 from autoshard.tracing.program import Value
 from autoshard.tracing.source_lines import source_line
@@ -115,7 +115,7 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
         text = compiled.executable.as_text() or ""
         ops = read_collectives(text, plan.mesh.axes, by_operand=True)
         comm_s = sum(
-            op.trips * _seconds(predictor, op) for op in read_collectives(text, plan.mesh.axes)
+            op.trip_count * _seconds(predictor, op) for op in read_collectives(text, plan.mesh.axes)
         )
         overlapped = predictor.hardware.overlap * min(prediction.compute_s, comm_s)
         compiled_s = prediction.compute_s + comm_s - overlapped
@@ -176,7 +176,7 @@ def _gradient_bytes(plan: BoundPlan) -> int:
     data flow.
     """
     program, layout = plan.traced.program, plan.layout
-    axes = layout.problem.roles.axes
+    axes = layout.problem.logical_axes.classes
     last: dict[object, Value] = {}
     purpose = purposes(layout.problem)
     for eqn in program.body.eqns:
@@ -209,9 +209,9 @@ def _by_line(
             source,
             kind,
             axes,
-            sum(op.trips for op in own),
+            sum(op.trip_count for op in own),
             sum(op.total_bytes for op in own),
-            sum(op.trips * _seconds(predictor, op) for op in own),
+            sum(op.trip_count * _seconds(predictor, op) for op in own),
             tuple(str(r) for r in rules.get(source, ()) if r.mesh_axis in axes),
         )
         for (source, kind, axes), own in groups.items()
@@ -220,16 +220,20 @@ def _by_line(
 
 
 def _rules_by_line(layout: Layout) -> Mapping[str, tuple[AxisRule, ...]]:
-    """By source line, the rules whose role its equations loop over."""
-    roles: dict[str, set[int]] = defaultdict(set)
-    of_value = layout.problem.roles.of_value
+    """By source line, the rules whose logical axis its equations loop over."""
+    logical_axes: dict[str, set[int]] = defaultdict(set)
+    of_value = layout.problem.logical_axes.of_value
     for eqn in layout.problem.program.eqns:
-        found = {role for role, _ in layout.problem.roles.loops(eqn)} if not eqn.bodies else set()
+        found = (
+            {logical_axis for logical_axis, _ in layout.problem.logical_axes.factors(eqn)}
+            if not eqn.bodies
+            else set()
+        )
         values = eqn.inputs if eqn.bodies else ()  # a loop gathers what it is given
-        roles[source_line(eqn)] |= found.union(*(of_value[v.index] for v in values))
+        logical_axes[source_line(eqn)] |= found.union(*(of_value[v.index] for v in values))
     return {
-        line: tuple(rule for rule in layout.rules if role_of(layout, rule) in found)
-        for line, found in roles.items()
+        line: tuple(rule for rule in layout.rules if logical_axis_of(layout, rule) in found)
+        for line, found in logical_axes.items()
     }
 
 

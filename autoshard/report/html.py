@@ -375,7 +375,7 @@ def _rules(table: SpecTable) -> str:
 
 def _specs(table: SpecTable) -> str:
     box = (
-        '<input type="search" id="find" placeholder="Search leaves, specs, roles" '
+        '<input type="search" id="find" placeholder="Search leaves, specs, logical axes" '
         'aria-label="Search specs" '
         'data-rows="tr.leaf" data-count="found"><p class="soft small" id="found"></p>'
     )
@@ -386,17 +386,17 @@ def _leaf_table(leaves: dict[str, Leaf], row_class: str) -> str:
     rows = []
     for path, (each, leaf) in fold(leaves).items():
         where = f' <span class="soft small">* is {_safe("; ".join(each))}</span>' if each else ""
-        roles = " ".join(role or "-" for role in leaf.roles)
+        logical_axes = " ".join(logical_axis or "-" for logical_axis in leaf.logical_axes)
         rows.append(
             [
                 f"<code>{_safe(path)}</code>{where}",
                 f"<code>{_safe(spec_text(leaf.spec))}</code>",
                 f"<code>{_safe(leaf.dtype)}{leaf.shape}</code>",
-                f'<span class="soft">{_safe(roles)}</span>',
+                f'<span class="soft">{_safe(logical_axes)}</span>',
             ]
         )
     return _table(
-        ["leaf", "spec", "array", "roles of its dimensions"],
+        ["leaf", "spec", "array", "logical axes of its dimensions"],
         rows,
         classes=[row_class] * len(rows),
         keep={1, 2, 3},

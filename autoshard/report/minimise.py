@@ -132,7 +132,7 @@ def minimise(
         The constraints that are left, with the compiled collectives.
     """
     stated = constraints_for(layout)
-    statements = statements_for(layout.problem.roles.axes, stated)
+    statements = statements_for(layout.problem.logical_axes.classes, stated)
     sayable = [s for s in statements if s.expression is not None]
     passes = _Passes(traced, layout, mesh)
     wanted = passes.looks(stated)

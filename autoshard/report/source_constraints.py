@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
-from autoshard.axes.axis_classes import LogicalAxes
+from autoshard.axes.axis_classes import AxisClasses
 from autoshard.layout.constraints import ANCHORS
 from autoshard.report.source_expressions import (
     Expression,
@@ -113,11 +113,11 @@ def as_constraints(statements: Iterable[Statement]) -> Constraints:
     return Constraints(eqns, dict(outputs))
 
 
-def statements_for(axes: LogicalAxes, constraints: Constraints) -> tuple[Statement, ...]:
+def statements_for(classes: AxisClasses, constraints: Constraints) -> tuple[Statement, ...]:
     """The statements that together say what the constraints say, those that can be written in the
     source first.
     """
-    finder = _Finder(axes, constraints)
+    finder = _Finder(classes, constraints)
     made = [*finder.at_anchors(), *finder.at_carries()]
     made += finder.unsaid(made)
     order = {"result": 0, "carry": 1, "operand": 2}
@@ -129,14 +129,14 @@ def statements_for(axes: LogicalAxes, constraints: Constraints) -> tuple[Stateme
 
 
 class _Finder:
-    def __init__(self, axes: LogicalAxes, constraints: Constraints) -> None:
-        self._axes = axes
+    def __init__(self, classes: AxisClasses, constraints: Constraints) -> None:
+        self._axes = classes
         self._constraints = constraints
         self._backward: set[int] = set()
         self._looped: set[int] = set()
         self._body_of: dict[int, Body] = {}
         self._sites: dict[int, tuple[Site, ...]] = {}
-        self._visit(axes.program.body, transposed=False, looped=False)
+        self._visit(classes.program.body, transposed=False, looped=False)
 
     def _visit(self, body: Body, transposed: bool, looped: bool) -> None:
         for eqn in body.eqns:

@@ -127,11 +127,13 @@ def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = Non
     layout = plan.layout
     found = resolve_pins(pins, plan.traced.program, layout.problem.mesh_axes, plan.carry)
     specs = dict(found.specs)
-    for index, barred in found.barred.items():
-        roles, sizes, optimizer, _ = layout.problem.value_signature(
+    for index, disallowed in found.disallowed.items():
+        logical_axes, sizes, optimizer, _ = layout.problem.value_signature(
             plan.traced.program.values[index]
         )
-        specs[index] = first_fit(roles, sizes, layout.bound, optimizer, barred=barred).spec
+        specs[index] = first_fit(
+            logical_axes, sizes, layout.bound, optimizer, disallowed=disallowed
+        ).spec
     before, after = _leaves(plan, hardware).predict([{}, specs])
     return WhatIf(plan, pins, _pinned(plan, specs), before, after)
 
@@ -168,10 +170,16 @@ def explain_leaf(
         Alternative(to_partition_spec(spec), found) for spec, found in zip(specs, rest, strict=True)
     ]
     others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
-    roles = {role for role in layout.problem.roles.of_value[value.index] if role != NO_AXIS}
+    logical_axes = {
+        logical_axis
+        for logical_axis in layout.problem.logical_axes.of_value[value.index]
+        if logical_axis != NO_AXIS
+    }
     used = {axis for axes in own for axis in axes}
     rules = tuple(
-        str(r) for r in layout.rules if r.mesh_axis in used and role_of(layout, r) in roles
+        str(r)
+        for r in layout.rules
+        if r.mesh_axis in used and logical_axis_of(layout, r) in logical_axes
     )
     return LeafExplanation(path, now, rules, tuple(others))
 
@@ -188,7 +196,7 @@ class Leaves:
         """
         layout, body = plan.layout, plan.traced.program.body
         edges = {v.index: layout.fit(v).spec for v in (*body.inputs, *body.outputs)}
-        problem = replace(layout.problem, pins={**edges, **layout.problem.pins}, barred={})
+        problem = replace(layout.problem, pins={**edges, **layout.problem.pins}, disallowed={})
         self._predictor = predictor_for(plan, hardware, problem)
         self._index = self._predictor.placements.of_layout(replace(layout, problem=problem))
 
@@ -237,7 +245,7 @@ def _alike(plan: BoundPlan, value: Value) -> Iterator[Value]:
     """A leaf, the optimizer state of the same shape and axes, and the outputs that they are carried
     in.
     """
-    program, axes = plan.traced.program, plan.layout.problem.roles.axes
+    program, axes = plan.traced.program, plan.layout.problem.logical_axes.classes
     inside = plan.layout.problem.groups.optimizer_values
     key = value.shape, axes.of_value[value.index]
     state = {
@@ -269,10 +277,10 @@ def _specs(value: Value, mesh_axes: Mapping[str, int]) -> Iterator[Spec]:
             yield spec
 
 
-def role_of(layout: Layout, rule: AxisRule) -> int:
-    """Index of a rule's role; of one that the program does not have, a number that no role has."""
-    role = layout.problem.roles.by_name(rule.role)
-    return NO_AXIS - 1 if role is None else role.index
+def logical_axis_of(layout: Layout, rule: AxisRule) -> int:
+    """Index of a rule's logical axis; of one that the program does not have, a number that no logical axis has."""
+    logical_axis = layout.problem.logical_axes.by_name(rule.logical_axis)
+    return NO_AXIS - 1 if logical_axis is None else logical_axis.index
 
 
 def _against(after: Prediction, before: Prediction) -> str:

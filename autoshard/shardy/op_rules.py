@@ -19,7 +19,7 @@ _FACTOR = re.compile(r"[a-z](?:_\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """The compiler's own dimension rule of one operation.
+    """The compiler's own sharding rule of one operation.
 
     Attributes:
         op: Name of the operation (`stablehlo.dot_general`).
@@ -40,7 +40,7 @@ class OpRule:
 
 
 def op_sharding_rule(lowered: jax.stages.Lowered | str) -> tuple[OpRule, ...]:
-    """The compiler's dimension rule of every operation that has one, in program order.
+    """The compiler's sharding rule of every operation that has one, in program order.
 
     Args:
         lowered: A lowered program, or the text of a StableHLO module.
@@ -64,7 +64,7 @@ class LoweredOp:
         name: Name of the operation (`stablehlo.dot_general`).
         operands: Numbers of the values it reads.
         results: Numbers of the values it makes.
-        rule: The compiler's dimension rule; None where it states none.
+        rule: The compiler's sharding rule; None where it states none.
         combine: How it combines what it reduces (the operation in its body), "add" where it has no
             body.
     """
@@ -94,7 +94,7 @@ class LoweredOps:
 
 
 def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
-    """The operations of a lowered program, each with the compiler's own dimension rule."""
+    """The operations of a lowered program, each with the compiler's own sharding rule."""
     operation = run_passes(lowered.compiler_ir("stablehlo"), _RULES_PIPELINE)
     by_name = functions(operation)
     ranks: list[int] = []

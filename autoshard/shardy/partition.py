@@ -158,11 +158,11 @@ class _Reader:
                 trips = trip_count(op)
                 for inner in (op.regions[0], op.regions[1]):
                     for found in self.body(inner.blocks[0], {}):
-                        known = found.trips_known and trips is not None
+                        known = found.trip_count_known and trips is not None
                         yield replace(
                             found,
-                            trips=found.trips * (1 if trips is None else trips),
-                            trips_known=known,
+                            trip_count=found.trip_count * (1 if trips is None else trips),
+                            trip_count_known=known,
                         )
             elif name in ("stablehlo.case", "stablehlo.if"):
                 branches = [tuple(self.body(region.blocks[0], {})) for region in op.regions]

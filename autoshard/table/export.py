@@ -1,7 +1,7 @@
 """Ways out: a spec table as what other tools read. Each form is exact for every leaf, or the export
 fails.
 
-The forms are text: a Python module, ordered regular expressions, logical axis names with rules, the
+The forms are text: a Python module, ordered regular expressions, axis class names with rules, the
 constraints to paste, CSV and Markdown. None of them needs autoshard to be read.
 """
 
@@ -84,7 +84,7 @@ def _line_key(source: str) -> tuple[str, int]:
     return name, int(line) if line.isascii() and line.isdigit() else 0
 
 
-_COLUMNS = ("side", "leaf", "shape", "dtype", "spec", "roles", "group")
+_COLUMNS = ("side", "leaf", "shape", "dtype", "spec", "logical axes", "group")
 
 
 def _csv(table: SpecTable, _: Mapping[str, Leaf]) -> str:
@@ -94,10 +94,10 @@ def _csv(table: SpecTable, _: Mapping[str, Leaf]) -> str:
     writer.writerow(_COLUMNS)
     for side, leaves in (("input", table.inputs), ("output", table.outputs)):
         for path, leaf in leaves.items():
-            roles = " ".join(role or "-" for role in leaf.roles)
+            logical_axes = " ".join(logical_axis or "-" for logical_axis in leaf.logical_axes)
             shape = "x".join(map(str, leaf.shape))
             writer.writerow(
-                [side, path, shape, leaf.dtype, spec_text(leaf.spec), roles, leaf.group]
+                [side, path, shape, leaf.dtype, spec_text(leaf.spec), logical_axes, leaf.group]
             )
     return file.getvalue()
 

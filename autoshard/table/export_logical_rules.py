@@ -41,18 +41,22 @@ def logical_rules(
     """
     seen: dict[str, Counter[Axes]] = {}
     for leaf in leaves.values():
-        for role, axes in _dims(leaf):
-            seen.setdefault(role, Counter())[axes] += 1
+        for logical_axis, axes in _dims(leaf):
+            seen.setdefault(logical_axis, Counter())[axes] += 1
     usual = {
-        role: max(counts, key=lambda axes: (bool(axes), counts[axes], axes))
-        for role, counts in seen.items()
+        logical_axis: max(counts, key=lambda axes: (bool(axes), counts[axes], axes))
+        for logical_axis, counts in seen.items()
     }
     rules: dict[str, Axes] = {}
     names: dict[str, list[str | None]] = {}
     for path, leaf in leaves.items():
         row: list[str | None] = []
-        for role, axes in _dims(leaf):
-            name = role if axes == usual[role] else f"{role}:{'+'.join(axes) or 'whole'}"
+        for logical_axis, axes in _dims(leaf):
+            name = (
+                logical_axis
+                if axes == usual[logical_axis]
+                else f"{logical_axis}:{'+'.join(axes) or 'whole'}"
+            )
             rules[name] = axes
             row.append(name)
         names[path] = row
@@ -65,9 +69,10 @@ def _dims(leaf: Leaf) -> list[tuple[str, Axes]]:
     """(role, mesh axes) of each dimension; a dimension without a role is called after its place."""
     spec = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in leaf.spec]
     spec += [()] * (len(leaf.shape) - len(spec))
-    roles = leaf.roles or [None] * len(leaf.shape)
+    logical_axes = leaf.logical_axes or [None] * len(leaf.shape)
     dims = [
-        (role or f"dim{i}", axes) for i, (role, axes) in enumerate(zip(roles, spec, strict=True))
+        (logical_axis or f"dim{i}", axes)
+        for i, (logical_axis, axes) in enumerate(zip(logical_axes, spec, strict=True))
     ]
     repeated = Counter(dims)  # flax refuses a name twice in one array
     return [(f"{r}#{i}" if repeated[r, a] > 1 else r, a) for i, (r, a) in enumerate(dims)]

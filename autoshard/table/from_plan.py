@@ -30,7 +30,7 @@ from autoshard.version import own_version
 def table_of(plan: BoundPlan) -> SpecTable:
     """The plan as data."""
     program, layout = plan.traced.program, plan.layout
-    names = [role.name for role in layout.problem.roles.roles]
+    names = [logical_axis.name for logical_axis in layout.problem.logical_axes.axes]
     groups = [group.value for group in layout.problem.groups.of_input]
 
     def leaves(
@@ -38,11 +38,13 @@ def table_of(plan: BoundPlan) -> SpecTable:
     ) -> dict[str, Leaf]:
         found = {}
         for path, value, spec, group in zip(paths, values, specs, groups, strict=True):
-            roles = [
+            logical_axes = [
                 None if r == NO_AXIS else names[r]
-                for r in layout.problem.roles.of_value[value.index]
+                for r in layout.problem.logical_axes.of_value[value.index]
             ]
-            found[path] = Leaf(list(value.shape), value.dtype, spec_to_entry(spec), roles, group)
+            found[path] = Leaf(
+                list(value.shape), value.dtype, spec_to_entry(spec), logical_axes, group
+            )
         return by_path(found)
 
     outputs = program.body.outputs

@@ -3,8 +3,8 @@ its rules give.
 
 The same mesh and shapes give exactly the table's specs. Under other axis sizes, for a model of
 another width or with more layers of the same kind, specs come from the rules, and what the person
-had fixed stays fixed where it divides; the table's numbers are then stale. A role is found by the
-leaves that have it, so a role may be called otherwise here.
+had fixed stays fixed where it divides; the table's numbers are then stale. A logical axis is found by the
+leaves that have it, so a logical axis may be called otherwise here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rederive(table: SpecTable, prepared: Prepared) -> Derived:
     Raises:
         TableError: If the mesh lacks an axis of the table, or the arguments are those of another
             function.
-        RuleError: If a rule's role is not found here.
+        RuleError: If a rule's logical axis is not found here.
         SpecError: If a spec that the table fixed against its rules fits no more.
     """
     problem, program, mesh = prepared.problem, prepared.traced.program, prepared.request.mesh
@@ -72,7 +72,7 @@ def rederive(table: SpecTable, prepared: Prepared) -> Derived:
             f"({', '.join((strange_new or new)[:3])}). "
             f"Search again, or apply its rules alone: apply(..., layout=[*table.rules])."
         )
-    names = role_names(table, prepared)
+    names = logical_axis_names(table, prepared)
     rules = tuple(_renamed(AxisRule.parse(text), names) for text in table.rules)
     inside = table.constraints == "anchors"
     stale = _stale(table, prepared, gone, new)
@@ -80,7 +80,9 @@ def rederive(table: SpecTable, prepared: Prepared) -> Derived:
     layout = Layout(replace(problem, pins=pinned | dict(problem.pins)), rules, inside)
     notes = [f"the table's numbers are stale: {reason}" for reason in stale]
     notes += [
-        f"role {old} of the table is called {now} here" for old, now in names.items() if old != now
+        f"logical axis {old} of the table is called {now} here"
+        for old, now in names.items()
+        if old != now
     ]
     if table.versions.get("jax") != jax.__version__:
         notes.append(
@@ -103,26 +105,28 @@ def unlike(paths: Iterable[str], others: Iterable[str]) -> list[str]:
     return [path for path in paths if _NUMBER.sub("*", path) not in known]
 
 
-def role_names(table: SpecTable, prepared: Prepared) -> dict[str, str]:
-    """What the roles of the table's rules are called here, by vote of the argument leaves that have
+def logical_axis_names(table: SpecTable, prepared: Prepared) -> dict[str, str]:
+    """What the logical axes of the table's rules are called here, by vote of the argument leaves that have
     them.
     """
-    roles, program = prepared.problem.roles, prepared.traced.program
+    logical_axes, program = prepared.problem.logical_axes, prepared.traced.program
     votes: dict[str, Counter[str]] = {}
     for path, value in zip(program.input_paths, program.body.inputs, strict=True):
         leaf = table.inputs.get(path)
-        if leaf is None or len(leaf.roles) != len(value.shape):
+        if leaf is None or len(leaf.logical_axes) != len(value.shape):
             continue
-        for name, role in zip(leaf.roles, roles.of_value[value.index], strict=True):
-            if name is not None and role != NO_AXIS:
-                votes.setdefault(name, Counter())[roles.roles[role].name] += 1
+        for name, logical_axis in zip(
+            leaf.logical_axes, logical_axes.of_value[value.index], strict=True
+        ):
+            if name is not None and logical_axis != NO_AXIS:
+                votes.setdefault(name, Counter())[logical_axes.axes[logical_axis].name] += 1
     return {name: count.most_common(1)[0][0] for name, count in votes.items()}
 
 
 def _renamed(rule: AxisRule, names: Mapping[str, str]) -> AxisRule:
     condition, _, other = rule.where.partition(" ")
     where = f"{condition} {names.get(other, other)}" if other else rule.where
-    return replace(rule, role=names.get(rule.role, rule.role), where=where)
+    return replace(rule, logical_axis=names.get(rule.logical_axis, rule.logical_axis), where=where)
 
 
 def _stale(table: SpecTable, prepared: Prepared, gone: list[str], new: list[str]) -> list[str]:

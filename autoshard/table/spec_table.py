@@ -45,7 +45,7 @@ SpecEntry = list[str | list[str] | None]
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One leaf: shape, dtype and spec (trailing nulls left out), the role of each dimension, and
+    """One leaf: shape, dtype and spec (trailing nulls left out), the logical axis of each dimension, and
     what the leaf is for.
 
     `group` is `parameters`, `optimizer` or `data` for arguments, "" for outputs and where it is not
@@ -55,7 +55,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: list[Size]
     dtype: str
     spec: SpecEntry
-    roles: list[str | None] = []
+    logical_axes: list[str | None] = []
     group: str = ""
 
 
@@ -331,9 +331,11 @@ def _read_leaves(name: str, entries: Mapping[str, Any], where: str, text: str) -
     for path, entry in entries.items():
         place = f"{name}['{path}']"
         line: Line = convert(entry, Line, where, place, text)
-        if len(line.spec) > len(line.shape) or (line.roles and len(line.roles) != len(line.shape)):
+        if len(line.spec) > len(line.shape) or (
+            line.logical_axes and len(line.logical_axes) != len(line.shape)
+        ):
             raise refusal(
-                f"spec or roles do not fit {len(line.shape)} dimensions", where, place, text
+                f"spec or logical axes do not fit {len(line.shape)} dimensions", where, place, text
             )
         used = [
             axis
@@ -350,7 +352,7 @@ def _read_leaves(name: str, entries: Mapping[str, Any], where: str, text: str) -
             )  # fmt: skip
         lines[path] = (
             tuple(line.each),
-            Leaf(line.shape, line.dtype, line.spec, line.roles, line.group),
+            Leaf(line.shape, line.dtype, line.spec, line.logical_axes, line.group),
         )
     try:
         return unfold(lines)
@@ -366,7 +368,7 @@ def _line_text(line: tuple[Each, Leaf]) -> str:
         "shape": leaf.shape,
         "dtype": leaf.dtype,
     }
-    fields |= {"roles": leaf.roles} if leaf.roles else {}
+    fields |= {"logical axes": leaf.logical_axes} if leaf.logical_axes else {}
     fields |= {"group": leaf.group} if leaf.group else {}
     return _text(fields | ({"each": list(each)} if each else {}))
 

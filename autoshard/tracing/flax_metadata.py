@@ -1,4 +1,4 @@
-"""Logical axis names that a model carries already: Flax NNX variables and Linen boxes. Used as
+"""Axis class names that a model carries already: Flax NNX variables and Linen boxes. Used as
 names of roles.
 """
 
@@ -30,7 +30,7 @@ def dimension_names(call: Call) -> dict[int, Names]:
     return found
 
 
-def role_names(call: Call) -> dict[tuple[int, int], str]:
+def logical_axis_names(call: Call) -> dict[tuple[int, int], str]:
     """By (argument leaf, dimension), the one name that the model gives it."""
     return {
         (leaf, dim): name

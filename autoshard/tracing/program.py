@@ -7,7 +7,7 @@ jaxprs. Invariants:
   "this place";
 - `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer
   ones first);
-- how the values of a body relate to those of its equation is stated by `Eqn.ties`, never guessed
+- how the values of a body relate to those of its equation is stated by `Eqn.mappings`, never guessed
   from primitive names.
 """
 
@@ -46,18 +46,18 @@ class Value:
         return total
 
 
-class Flow(enum.Enum):
+class MappingKind(enum.Enum):
     """Which way data goes along a tie: into a body, out of it, or out of it and back in as the next
     trip's carry.
     """
 
-    IN = "in"
-    OUT = "out"
-    BACK = "back"
+    OPERAND_TO_INVAR = "operand to invar"
+    OUTVAR_TO_RESULT = "outvar to result"
+    CARRY = "carry"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Tie:
+class BodyMapping:
     """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is
     scanned).
 
@@ -67,18 +67,18 @@ class Tie:
 
     outer: Value
     inner: Value
-    flow: Flow
+    kind: MappingKind
     offset: int = 0
 
     @property
     def source(self) -> Value:
         """The value that data comes from."""
-        return self.inner if self.flow is Flow.OUT else self.outer
+        return self.inner if self.kind is MappingKind.OUTVAR_TO_RESULT else self.outer
 
     @property
     def target(self) -> Value:
         """The value that data goes to."""
-        return self.outer if self.flow is Flow.OUT else self.inner
+        return self.outer if self.kind is MappingKind.OUTVAR_TO_RESULT else self.inner
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,7 +92,7 @@ class Body:
         consts: Constvars.
         eqns: Equations in program order.
         outputs: Outvars.
-        trips: How often it runs per run of its equation; None where that depends on data.
+        trip_count: How often it runs per run of its equation; None where that depends on data.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Body:
     consts: tuple[Value, ...]
     eqns: tuple[Eqn, ...]
     outputs: tuple[Value, ...]
-    trips: int | None = 1
+    trip_count: int | None = 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,11 +111,11 @@ class Eqn:
         index: Position in `Program.eqns`.
         primitive: Name of the primitive (`dot_general`, `scan`).
         params: The primitive's parameters as jax holds them (dimension numbers are duck-typed by
-            the dimension rules).
+            the sharding rules).
         inputs: Operands, literals included.
         outputs: Results; a dropped result is a Value like any other.
         bodies: Sub-programs, empty for ordinary primitives.
-        ties: How values of the bodies relate to `inputs` and `outputs` (and loop carries to
+        mappings: How values of the bodies relate to `inputs` and `outputs` (and loop carries to
             themselves).
         scanned: Operands and results whose dimension 0 a scan consumes or stacks, one slice a trip.
         carries: For loops, body inputs and outputs that are carried: `(body input, body output)`.
@@ -128,7 +128,7 @@ class Eqn:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     bodies: tuple[Body, ...] = ()
-    ties: tuple[Tie, ...] = ()
+    mappings: tuple[BodyMapping, ...] = ()
     scanned: tuple[Value, ...] = ()
     carries: tuple[tuple[Value, Value], ...] = ()
     origin: Any = field(default=None, repr=False)
@@ -166,12 +166,14 @@ class Program:
         bodies = [self.body, *(body for eqn in self.eqns for body in eqn.bodies)]
         return tuple(dict.fromkeys(value for body in bodies for value in body.consts))
 
-    def walk(self, body: Body | None = None, trips: int = 1) -> Iterator[tuple[Eqn, int]]:
+    def walk(self, body: Body | None = None, trip_count: int = 1) -> Iterator[tuple[Eqn, int]]:
         """Yields every equation with how often it runs (unknown trip counts count once), in program
         order.
         """
         body = self.body if body is None else body
         for eqn in body.eqns:
-            yield eqn, trips
+            yield eqn, trip_count
             for inner in eqn.bodies:
-                yield from self.walk(inner, trips * (1 if inner.trips is None else inner.trips))
+                yield from self.walk(
+                    inner, trip_count * (1 if inner.trip_count is None else inner.trip_count)
+                )

@@ -20,7 +20,7 @@ import jax
 from autoshard.errors import TraceError
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.fingerprint import fingerprint
-from autoshard.tracing.program import Body, Eqn, Flow, Program, Tie, Value
+from autoshard.tracing.program import Body, BodyMapping, Eqn, MappingKind, Program, Value
 from autoshard.tracing.signature import Call, is_static, leaf_paths
 from autoshard.tracing.source_lines import source_line
 
@@ -265,11 +265,13 @@ class _Builder:
             self._by_var[atom] = value
         return value
 
-    def _body(self, name: str, jaxpr: Any, trips: int | None) -> Body:
+    def _body(self, name: str, jaxpr: Any, trip_count: int | None) -> Body:
         inputs = tuple(self._value(v) for v in jaxpr.invars)
         consts = tuple(self._value(v) for v in jaxpr.constvars)
         eqns = tuple(self._eqn(e) for e in jaxpr.eqns)
-        return Body(name, inputs, consts, eqns, tuple(self._value(v) for v in jaxpr.outvars), trips)
+        return Body(
+            name, inputs, consts, eqns, tuple(self._value(v) for v in jaxpr.outvars), trip_count
+        )
 
     def _eqn(self, eqn: Any) -> Eqn:
         index = len(self._eqns)
@@ -277,7 +279,7 @@ class _Builder:
         inputs = tuple(self._value(a) for a in eqn.invars)
         bodies = tuple(self._bodies(eqn))
         outputs = tuple(self._value(v, jaxprs.is_drop(v)) for v in eqn.outvars)
-        ties, scanned, carries = _ties(eqn, inputs, outputs, bodies)
+        mappings, scanned, carries = _mappings_of(eqn, inputs, outputs, bodies)
         built = Eqn(
             index,
             eqn.primitive.name,
@@ -285,7 +287,7 @@ class _Builder:
             inputs,
             outputs,
             bodies,
-            ties,
+            mappings,
             scanned,
             carries,
             eqn,
@@ -308,44 +310,48 @@ class _Builder:
                 yield self._body(f"branches[{i}]", jaxprs.open_jaxpr(branch), 1)
 
 
-_Ties = tuple[tuple[Tie, ...], tuple[Value, ...], tuple[tuple[Value, Value], ...]]
+_Mappings = tuple[tuple[BodyMapping, ...], tuple[Value, ...], tuple[tuple[Value, Value], ...]]
 
 
-def _ties(
+def _mappings_of(
     eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodies: tuple[Body, ...]
-) -> _Ties:
+) -> _Mappings:
     """Ties, scanned operands and carries of an equation with bodies."""
     if not bodies:
         return (), (), ()
     name = eqn.primitive.name
 
     def pairs(
-        flow: Flow, outer: Sequence[Value], inner: Sequence[Value], offset: int = 0
-    ) -> list[Tie]:
-        return [Tie(o, i, flow, offset) for o, i in zip(outer, inner, strict=True)]
+        flow: MappingKind, outer: Sequence[Value], inner: Sequence[Value], offset: int = 0
+    ) -> list[BodyMapping]:
+        return [BodyMapping(o, i, flow, offset) for o, i in zip(outer, inner, strict=True)]
 
     if name == "scan":
         consts, carry = jaxprs.scan_counts(eqn.params)
         (body,) = bodies
         start = consts + carry
-        ties = pairs(Flow.IN, inputs[:start], body.inputs[:start])
-        ties += pairs(Flow.IN, inputs[start:], body.inputs[start:], 1)
-        ties += pairs(Flow.OUT, outputs[:carry], body.outputs[:carry])
-        ties += pairs(Flow.OUT, outputs[carry:], body.outputs[carry:], 1)
-        ties += pairs(Flow.BACK, outputs[:carry], body.inputs[consts:start])
+        mappings = pairs(MappingKind.OPERAND_TO_INVAR, inputs[:start], body.inputs[:start])
+        mappings += pairs(MappingKind.OPERAND_TO_INVAR, inputs[start:], body.inputs[start:], 1)
+        mappings += pairs(MappingKind.OUTVAR_TO_RESULT, outputs[:carry], body.outputs[:carry])
+        mappings += pairs(MappingKind.OUTVAR_TO_RESULT, outputs[carry:], body.outputs[carry:], 1)
+        mappings += pairs(MappingKind.CARRY, outputs[:carry], body.inputs[consts:start])
         carries = tuple(zip(body.inputs[consts:start], body.outputs[:carry], strict=True))
-        return tuple(ties), (*inputs[start:], *outputs[carry:]), carries
+        return tuple(mappings), (*inputs[start:], *outputs[carry:]), carries
     if name == "while":
         cond, body = bodies
         c, b = int(eqn.params["cond_nconsts"]), int(eqn.params["body_nconsts"])
-        ties = pairs(Flow.IN, (*inputs[:c], *inputs[c + b :]), cond.inputs) + pairs(
-            Flow.IN, inputs[c:], body.inputs
+        mappings = pairs(
+            MappingKind.OPERAND_TO_INVAR, (*inputs[:c], *inputs[c + b :]), cond.inputs
+        ) + pairs(MappingKind.OPERAND_TO_INVAR, inputs[c:], body.inputs)
+        mappings += pairs(MappingKind.OUTVAR_TO_RESULT, outputs, body.outputs) + pairs(
+            MappingKind.CARRY, outputs, body.inputs[b:]
         )
-        ties += pairs(Flow.OUT, outputs, body.outputs) + pairs(Flow.BACK, outputs, body.inputs[b:])
-        ties += pairs(Flow.BACK, outputs, cond.inputs[c:])
-        return tuple(ties), (), tuple(zip(body.inputs[b:], body.outputs, strict=True))
+        mappings += pairs(MappingKind.CARRY, outputs, cond.inputs[c:])
+        return tuple(mappings), (), tuple(zip(body.inputs[b:], body.outputs, strict=True))
     operands = inputs[1:] if name == "cond" else inputs
-    ties = []
+    mappings = []
     for body in bodies:
-        ties += pairs(Flow.IN, operands, body.inputs) + pairs(Flow.OUT, outputs, body.outputs)
-    return tuple(ties), (), ()
+        mappings += pairs(MappingKind.OPERAND_TO_INVAR, operands, body.inputs) + pairs(
+            MappingKind.OUTVAR_TO_RESULT, outputs, body.outputs
+        )
+    return tuple(mappings), (), ()

@@ -49,7 +49,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Factors:
+class Corrections:
     """What the parts of a step are multiplied by.
 
     Attributes:
@@ -115,7 +115,7 @@ def summary_s(hardware: Hardware, mesh_axes: Mapping[str, int], collective: Coll
     return collective.count * steps * link.alpha_s + collective.bytes / link.bytes_per_s
 
 
-def refit(programs: Sequence[tuple[Parts, float]], overlap: float) -> Factors:
+def refit(programs: Sequence[tuple[Parts, float]], overlap: float) -> Corrections:
     """The factors that explain what programs take.
 
     Args:
@@ -138,34 +138,40 @@ def refit(programs: Sequence[tuple[Parts, float]], overlap: float) -> Factors:
         if found_s > 0 and time_s(parts, overlap) > 0
     ]
     if not known:
-        return Factors()
+        return Corrections()
     axes = sorted({a for parts, _ in known for a in parts.comm_s})
     columns = np.array([[p.compute_s, *(p.comm_s.get(a, 0.0) for a in axes)] for p, _ in known])
     found = np.array([found_s for _, found_s in known])
     same = float(np.median(found / np.array([time_s(p, overlap) for p, _ in known])))
-    factors = np.full(columns.shape[1], same)
+    corrections = np.full(columns.shape[1], same)
     for _ in range(ROUNDS):
-        rows = _gradients(columns, factors, overlap) / found[:, None]
-        errors = np.abs(rows @ factors - 1)
+        rows = _gradients(columns, corrections, overlap) / found[:, None]
+        errors = np.abs(rows @ corrections - 1)
         weights = np.sqrt(np.minimum(1.0, HUBER / np.maximum(errors, 1e-12)))
-        prior = PRIOR * np.eye(len(factors)) / same
-        wanted = np.concatenate([weights, PRIOR * np.ones(len(factors))])
-        before, (factors, _) = factors, nnls(np.vstack([rows * weights[:, None], prior]), wanted)
-        if np.allclose(factors, before, rtol=1e-6):
+        prior = PRIOR * np.eye(len(corrections)) / same
+        wanted = np.concatenate([weights, PRIOR * np.ones(len(corrections))])
+        before, (corrections, _) = (
+            corrections,
+            nnls(np.vstack([rows * weights[:, None], prior]), wanted),
+        )
+        if np.allclose(corrections, before, rtol=1e-6):
             break
-    return Factors(
-        float(factors[0]), dict(zip(axes, factors[1:].tolist(), strict=True)), same, len(known)
+    return Corrections(
+        float(corrections[0]),
+        dict(zip(axes, corrections[1:].tolist(), strict=True)),
+        same,
+        len(known),
     )
 
 
 def _gradients(
-    columns: NDArray[np.float64], factors: NDArray[np.float64], overlap: float
+    columns: NDArray[np.float64], corrections: NDArray[np.float64], overlap: float
 ) -> NDArray[np.float64]:
     """How each program's seconds change with each factor: the smaller of compute and communication
     is partly hidden.
     """
-    compute_s = columns[:, 0] * factors[0]
-    comm_s = columns[:, 1:] @ factors[1:]
+    compute_s = columns[:, 0] * corrections[0]
+    comm_s = columns[:, 1:] @ corrections[1:]
     shown = np.ones_like(columns)
     shown[:, 0] -= overlap * (compute_s < comm_s)
     shown[:, 1:] -= (overlap * (compute_s >= comm_s))[:, None]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from autoshard.axes.axis_classes import LogicalAxes
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.axis_classes import AxisClasses
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.cost_model.memory.liveness import END, MemoryTable
 from autoshard.cost_model.program.equation_classes import Classes
 from autoshard.layout.constraints import ANCHORS, CUT_KERNELS
@@ -39,13 +39,13 @@ class Sums:
     points: NDArray[np.int64]
 
 
-def find_sums(table: MemoryTable, classes: Classes, axes: LogicalAxes, *, combined: bool) -> Sums:
+def find_sums(table: MemoryTable, classes: Classes, axes: AxisClasses, *, combined: bool) -> Sums:
     """Where partial sums are added up.
 
     Args:
         table: What is alive where.
         classes: The classes.
-        axes: The logical axes.
+        axes: The axis classes.
         combined: True if the last sums of a body are one operation, where the last of them is made.
     """
     eqns = np.flatnonzero(classes.of_eqn >= 0)
@@ -68,7 +68,7 @@ def find_sums(table: MemoryTable, classes: Classes, axes: LogicalAxes, *, combin
     return Sums(added, done, np.unique(np.array(points, dtype=np.int64)))
 
 
-def _last_sums(body: Body, axes: LogicalAxes) -> Iterator[dict[int, list[int]]]:
+def _last_sums(body: Body, axes: AxisClasses) -> Iterator[dict[int, list[int]]]:
     """For each body, its equations with a reduced loop whose results reach no contraction there,
     and their readers.
 
@@ -82,7 +82,7 @@ def _last_sums(body: Body, axes: LogicalAxes) -> Iterator[dict[int, list[int]]]:
         for inner in eqn.bodies:
             yield from _last_sums(inner, axes)
         waited_for = any(v.index in needed for v in eqn.outputs)
-        if not waited_for and LoopKind.REDUCED in axes.rules[eqn.index].kinds:
+        if not waited_for and FactorKind.REDUCTION in axes.rules[eqn.index].kinds:
             leaves = any(v.index in outputs for v in eqn.outputs)
             found[eqn.index] = (
                 [] if leaves else [r for v in eqn.outputs for r in readers.get(v.index, ())]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
 from autoshard.cost_model.program.fusion_schedule import Buffer, Schedule, schedules
-from autoshard.tracing.program import Body, Eqn, Flow, Program, Value
+from autoshard.tracing.program import Body, Eqn, MappingKind, Program, Value
 
 END = 1 << 60
 LOOPS = frozenset({"scan", "while"})
@@ -154,11 +154,17 @@ class _Builder:
         if (
             eqn.primitive in LOOPS
         ):  # results exist from the start; a carry that ends here becomes its result
-            carried = {(t.outer, ()) for t in eqn.ties if t.flow is Flow.BACK}
+            carried = {(t.outer, ()) for t in eqn.mappings if t.kind is MappingKind.CARRY}
             begins = {start for start, _ in eqn.carries}
-            starts = {(t.outer, ()) for t in eqn.ties if t.flow is Flow.IN and t.inner in begins}
+            starts = {
+                (t.outer, ())
+                for t in eqn.mappings
+                if t.kind is MappingKind.OPERAND_TO_INVAR and t.inner in begins
+            }
             outside = row + self._bytes(made | carried) - self._bytes(starts & dying)
-        slices = {t.inner for t in eqn.ties if t.offset and t.flow is Flow.IN}
+        slices = {
+            t.inner for t in eqn.mappings if t.offset and t.kind is MappingKind.OPERAND_TO_INVAR
+        }
         for inner in eqn.bodies:
             self._visit(inner, outside, [v for v in inner.inputs if v in slices], frozenset())
 

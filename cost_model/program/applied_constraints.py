@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leaves_open
 from autoshard.layout.placements import OPEN, Placements
 from autoshard.layout.problem import Problem
@@ -34,7 +34,7 @@ def born_values(problem: Problem) -> Mapping[int, Readers]:
     """By `Value.index`, the anchors that read it (one of each kind) with the loops of its
     dimensions.
     """
-    axes = problem.roles.axes
+    axes = problem.logical_axes.classes
     stated: set[int] = set(problem.pins)
     made: set[int] = set()
     readers: dict[int, dict[object, tuple[Eqn, tuple[int, ...]]]] = {}
@@ -45,12 +45,12 @@ def born_values(problem: Problem) -> Mapping[int, Readers]:
         if eqn.primitive not in ANCHORS:
             continue
         rule = axes.rules[eqn.index]
-        for value, loops in zip(eqn.inputs, rule.operands, strict=True):
-            if leaves_open(eqn.primitive, rule, loops):
+        for value, factors in zip(eqn.inputs, rule.operands, strict=True):
+            if leaves_open(eqn.primitive, rule, factors):
                 stated.add(value.index)
             elif value.shape and not value.literal and value.bytes:
-                key = (problem.work_signature(eqn), loops)
-                readers.setdefault(value.index, {}).setdefault(key, (eqn, loops))
+                key = (problem.work_signature(eqn), factors)
+                readers.setdefault(value.index, {}).setdefault(key, (eqn, factors))
     return {
         index: tuple(found[key] for key in sorted(found, key=repr))
         for index, found in readers.items()
@@ -62,13 +62,13 @@ def makers(problem: Problem, born: Mapping[int, Readers]) -> Mapping[int, Value]
     """By `Eqn.index`, the result of it that is born, where the work can be split as the result
     is.
     """
-    rules = problem.roles.axes.rules
+    rules = problem.logical_axes.classes.rules
     return {
         eqn.index: eqn.outputs[0]
         for eqn in problem.program.eqns
         if len(eqn.outputs) == 1
         and eqn.outputs[0].index in born
-        and not {LoopKind.REDUCED, LoopKind.WHOLE} & {*rules[eqn.index].kinds}
+        and not {FactorKind.REDUCTION, FactorKind.NEED_REPLICATION} & {*rules[eqn.index].kinds}
     }
 
 
@@ -108,19 +108,23 @@ class Columns:
     """
 
     def __init__(
-        self, problem: Problem, placements: Placements, born: Mapping[int, Readers], max_loops: int
+        self,
+        problem: Problem,
+        placements: Placements,
+        born: Mapping[int, Readers],
+        max_factors: int,
     ) -> None:
         self._placements = placements
         self._born, self._makers = born, makers(problem, born)
-        self._rules = problem.roles.axes.rules
-        self._constant = problem.roles.axes.constant
+        self._rules = problem.logical_axes.classes.rules
+        self._constant = problem.logical_axes.classes.constant
         self._cut = {
-            value.index: closed_dims(eqn.primitive, self._rules[eqn.index], loops)
+            value.index: closed_dims(eqn.primitive, self._rules[eqn.index], factors)
             for eqn in problem.program.eqns
             if eqn.primitive in SHIFTS
-            for value, loops in zip(eqn.outputs, self._rules[eqn.index].results, strict=True)
+            for value, factors in zip(eqn.outputs, self._rules[eqn.index].results, strict=True)
         }
-        self._max_loops = max_loops
+        self._max_factors = max_factors
         self._max_rank = max((len(v.shape) for v in problem.program.values), default=0)
         self._numbers: dict[_Alias, int] = {}
         self._arrays: _Tables | None = None
@@ -142,11 +146,11 @@ class Columns:
         if value is None:
             return own
         rule, voters, whole = self._rules[eqn.index], [], 0
-        for operand, loops in zip(eqn.inputs, rule.operands, strict=True):
+        for operand, factors in zip(eqn.inputs, rule.operands, strict=True):
             if self._constant[operand.index]:
                 whole += 1
             elif operand.shape:
-                voters.append((self._placements.value_column(operand), loops))
+                voters.append((self._placements.value_column(operand), factors))
         return self._number(
             own, self._born[value.index], value, rule.results[0], tuple(voters), whole
         )
@@ -161,12 +165,12 @@ class Columns:
         whole: int = 0,
     ) -> int:
         found = []
-        for eqn, loops in readers:
-            dim_of_loop = [-1] * (self._max_loops + 1)
-            for dim in reversed(range(len(loops))):
-                dim_of_loop[loops[dim]] = dim
-            shifted = closed_dims(eqn.primitive, self._rules[eqn.index], loops)
-            found.append((self._placements.work_column(eqn), tuple(dim_of_loop), shifted))
+        for eqn, factors in readers:
+            dim_of_factor = [-1] * (self._max_factors + 1)
+            for dim in reversed(range(len(factors))):
+                dim_of_factor[factors[dim]] = dim
+            shifted = closed_dims(eqn.primitive, self._rules[eqn.index], factors)
+            found.append((self._placements.work_column(eqn), tuple(dim_of_factor), shifted))
         column, cut = self._placements.value_column(value), self._cut.get(value.index, frozenset())
         alias = _Alias(own, column, tuple(found), value.shape, then, voters, whole, cut)
         self._arrays = None
@@ -216,8 +220,8 @@ class Columns:
         for r in range(tables.works.shape[1]):
             there = tables.works[alias, r] >= 0
             work, work_order = self._base(at, np.maximum(tables.works[alias, r], 0))
-            loops = np.where(work >= 0, work, -1).astype(np.int64)
-            spec = np.take_along_axis(tables.dims[alias, r], loops, axis=1)
+            factors = np.where(work >= 0, work, -1).astype(np.int64)
+            spec = np.take_along_axis(tables.dims[alias, r], factors, axis=1)
             shifted = [
                 np.take_along_axis(tables.shifted[alias, r], s.astype(np.int64), axis=1)
                 for s in (spec, own)
@@ -250,10 +254,12 @@ class Columns:
         for v in range(tables.voters.shape[1]):
             there = tables.voters[alias, v] >= 0
             spec, _ = self._base(at, np.maximum(tables.voters[alias, v], 0))
-            loops = tables.loops[alias, v]
-            spec = np.take_along_axis(loops, np.where(spec >= 0, spec, -1).astype(np.int64), axis=1)
+            factors = tables.factors[alias, v]
+            spec = np.take_along_axis(
+                factors, np.where(spec >= 0, spec, -1).astype(np.int64), axis=1
+            )
             for born, sign in ((split, 1), (work, -1)):
-                mine = (loops[:, None, :] == born[:, :, None]).any(axis=2) & (
+                mine = (factors[:, None, :] == born[:, :, None]).any(axis=2) & (
                     born >= 0
                 )  # of its own dimensions
                 votes += sign * (there & (np.where(mine, born, -1) == spec).all(axis=1))
@@ -267,7 +273,7 @@ class Columns:
 
     def _tables(self) -> _Tables:
         if self._arrays is None:
-            self._arrays = _Tables.of(list(self._numbers), self._max_loops, self._max_rank)
+            self._arrays = _Tables.of(list(self._numbers), self._max_factors, self._max_rank)
         return self._arrays
 
 
@@ -285,12 +291,12 @@ class _Tables:
     sizes: Array
     then: Placed
     voters: Array
-    loops: Placed
+    factors: Placed
     whole: Array
     cut: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, aliases: Sequence[_Alias], max_loops: int, max_rank: int) -> _Tables:
+    def of(cls, aliases: Sequence[_Alias], max_factors: int, max_rank: int) -> _Tables:
         """The arrays of aliases, in order."""
         count = len(aliases)
         readers = max(len(alias.readers) for alias in aliases)
@@ -299,12 +305,12 @@ class _Tables:
             own=np.array([alias.own for alias in aliases], dtype=np.int64),
             value=np.array([alias.value for alias in aliases], dtype=np.int64),
             works=np.full((count, readers), -1, dtype=np.int64),
-            dims=np.full((count, readers, max_loops + 1), -1, dtype=np.int8),
+            dims=np.full((count, readers, max_factors + 1), -1, dtype=np.int8),
             shifted=np.zeros((count, readers, max_rank + 1), dtype=bool),
             sizes=np.zeros((count, max_rank), dtype=np.int64),
             then=np.full((count, max_rank + 1), -1, dtype=np.int8),
             voters=np.full((count, voters), -1, dtype=np.int64),
-            loops=np.full((count, voters, max_rank + 1), -1, dtype=np.int8),
+            factors=np.full((count, voters, max_rank + 1), -1, dtype=np.int8),
             whole=np.array([alias.whole for alias in aliases], dtype=np.int64),
             cut=np.zeros((count, max_rank + 1), dtype=bool),
         )
@@ -312,10 +318,10 @@ class _Tables:
             tables.then[i, : len(alias.then)] = alias.then
             tables.sizes[i, : len(alias.sizes)] = alias.sizes
             tables.cut[i, sorted(alias.cut)] = True
-            for r, (work, dim_of_loop, shifted) in enumerate(alias.readers):
-                tables.works[i, r], tables.dims[i, r] = work, dim_of_loop
+            for r, (work, dim_of_factor, shifted) in enumerate(alias.readers):
+                tables.works[i, r], tables.dims[i, r] = work, dim_of_factor
                 tables.shifted[i, r, sorted(shifted)] = True
-            for v, (operand, loops) in enumerate(alias.voters):
+            for v, (operand, factors) in enumerate(alias.voters):
                 tables.voters[i, v] = operand
-                tables.loops[i, v, : len(loops)] = loops
+                tables.factors[i, v, : len(factors)] = factors
         return tables

@@ -1,4 +1,4 @@
-"""Classes: equations of the same primitive, shapes and roles, and values that are read in the same
+"""Classes: equations of the same primitive, shapes and logical axes, and values that are read in the same
 ways, counted once.
 
 An unrolled model of 32 layers has as many classes as one of 2: a class has a multiplicity, and its
@@ -15,7 +15,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.cost_model.program.applied_constraints import Readers
 from autoshard.cost_model.program.flops import FUSED, flops
 from autoshard.cost_model.program.fusion_schedule import UPDATES, Schedule
@@ -33,14 +33,14 @@ class Operand:
 
     Attributes:
         value: The value.
-        loops: The loop of each dimension.
+        factors: The loop of each dimension.
         constant: True if it depends on no argument.
         transfers: How often its bytes go to or from memory for one run (elementwise chains fuse),
             mean of the class.
     """
 
     value: Value
-    loops: tuple[int, ...]
+    factors: tuple[int, ...]
     constant: bool
     transfers: float = 0.0
 
@@ -60,7 +60,7 @@ class Work:
     """
 
     eqn: Eqn
-    kinds: tuple[LoopKind, ...]
+    kinds: tuple[FactorKind, ...]
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     flops: float
@@ -111,7 +111,7 @@ class _Builder:
     ) -> None:
         self._problem = problem
         self._plans = plans
-        self._axes = problem.roles.axes
+        self._axes = problem.logical_axes.classes
         self._born = born
         self._seen_of: dict[int, int] = {}
         self._seen_numbers: dict[object, int] = {}
@@ -144,8 +144,8 @@ class _Builder:
                 ]
                 for operand in self._operands(eqn.inputs, self._axes.rules[eqn.index].operands):
                     if not operand.constant or eqn.primitive not in FUSED:
-                        readers[operand.value].setdefault((number, operand.loops), []).append(
-                            (eqn, operand.loops)
+                        readers[operand.value].setdefault((number, operand.factors), []).append(
+                            (eqn, operand.factors)
                         )
             for value, found in readers.items():
                 constant = self._axes.constant[value.index]
@@ -173,8 +173,8 @@ class _Builder:
     ) -> tuple[Operand, ...]:
         often = [0.0] * len(values) if transfers is None else transfers
         return tuple(
-            Operand(v, loops, self._axes.constant[v.index], times)
-            for v, loops, times in zip(values, maps, often, strict=True)
+            Operand(v, factors, self._axes.constant[v.index], times)
+            for v, factors, times in zip(values, maps, often, strict=True)
             if v.itemsize and (v.shape or scalars)
         )
 
@@ -191,7 +191,8 @@ class _Builder:
     def _look_at(self, value: Value) -> object:
         pinned = value.index if value.index in self._problem.pins else -1
         made_for = tuple(
-            (self._problem.work_signature(e), loops) for e, loops in self._born.get(value.index, ())
+            (self._problem.work_signature(e), factors)
+            for e, factors in self._born.get(value.index, ())
         )
         return self._problem.value_signature(value), value.itemsize, pinned, made_for
 
@@ -200,7 +201,7 @@ class _Builder:
         family = "elementwise" if eqn.primitive in FUSED else eqn.primitive
 
         def side(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> object:
-            return tuple((self._seen(v), loops) for v, loops in zip(values, maps, strict=True))
+            return tuple((self._seen(v), factors) for v, factors in zip(values, maps, strict=True))
 
         return (
             family, flops(eqn, rule), rule.kinds, self._problem.work_signature(eqn), side(eqn.inputs, rule.operands),
@@ -275,4 +276,6 @@ def bodies_of(body: Body, times: float) -> Iterator[tuple[Body, float]]:
     for eqn in body.eqns:
         share = 1.0 / len(eqn.bodies) if eqn.primitive == "cond" else 1.0
         for inner in eqn.bodies:
-            yield from bodies_of(inner, times * share * (1 if inner.trips is None else inner.trips))
+            yield from bodies_of(
+                inner, times * share * (1 if inner.trip_count is None else inner.trip_count)
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from autoshard.axes.sharding_rules import DimRule
+from autoshard.axes.sharding_rules import ShardingRule
 from autoshard.tracing.program import Eqn
 
 FUSED = frozenset(
@@ -39,7 +39,7 @@ REDUCTIONS = frozenset(
 """They fuse what they read; their own result is stored."""
 
 
-def flops(eqn: Eqn, rule: DimRule) -> float:
+def flops(eqn: Eqn, rule: ShardingRule) -> float:
     """Floating point operations of one run of an equation, unsharded.
 
     Contractions do one multiply and one add per point of their loop nest; a convolution per output
@@ -51,9 +51,9 @@ def flops(eqn: Eqn, rule: DimRule) -> float:
     if eqn.primitive in ("dot_general", "ragged_dot", "ragged_dot_general"):
         sizes = [1] * len(rule.kinds)
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, loops in zip(values, maps, strict=True):
-                for loop, size in zip(loops, value.shape, strict=True):
-                    sizes[loop] = max(sizes[loop], size)
+            for value, factors in zip(values, maps, strict=True):
+                for factor, size in zip(factors, value.shape, strict=True):
+                    sizes[factor] = max(sizes[factor], size)
         return 2.0 * math.prod(sizes)
     if eqn.primitive == "conv_general_dilated":
         kernel = eqn.inputs[1].shape

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.program.flops import EXPENSIVE, FUSED, REDUCTIONS
-from autoshard.tracing.program import Body, Eqn, Flow, Value
+from autoshard.tracing.program import Body, Eqn, MappingKind, Value
 
 Buffer = tuple[Value, tuple[int, ...]]
 """A value in memory, and in which order its dimensions lie there, major first: () for the order of
@@ -261,9 +261,13 @@ def _is_constant_of_loop(eqn: Eqn, number: int) -> bool:
         XLA, WhileLoopConstantSinking with sink_broadcast_of_constants.
     """
     began = {start for start, _ in eqn.carries}
-    ties = [t for t in eqn.ties if t.flow is Flow.IN and t.outer is eqn.inputs[number]]
+    mappings = [
+        t
+        for t in eqn.mappings
+        if t.kind is MappingKind.OPERAND_TO_INVAR and t.outer is eqn.inputs[number]
+    ]
     return eqn.primitive in ("scan", "while") and all(
-        not t.offset and t.inner not in began for t in ties
+        not t.offset and t.inner not in began for t in mappings
     )
 
 

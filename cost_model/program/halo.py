@@ -18,7 +18,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.axes.sharding_rules import DimRule, LoopKind
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule
 from autoshard.axes.sharding_rules.builder import ints
 from autoshard.tracing.program import Eqn
 
@@ -63,15 +63,15 @@ class Exchange(enum.Enum):
 Asked = tuple[Window, ...] | Exchange
 
 
-def exchanges(eqn: Eqn, rule: DimRule) -> tuple[tuple[int, int, Asked], ...]:
-    """(operand, dimension, what it asks for) of every dimension over which a PERMUTED loop runs."""
-    if LoopKind.PERMUTED not in rule.kinds:
+def exchanges(eqn: Eqn, rule: ShardingRule) -> tuple[tuple[int, int, Asked], ...]:
+    """(operand, dimension, what it asks for) of every dimension over which a PERMUTATION loop runs."""
+    if FactorKind.PERMUTATION not in rule.kinds:
         return ()
     return tuple(
         (i, dim, _exchange(eqn, i, dim))
-        for i, loops in enumerate(rule.operands)
-        for dim, loop in enumerate(loops)
-        if rule.kinds[loop] is LoopKind.PERMUTED
+        for i, factors in enumerate(rule.operands)
+        for dim, factor in enumerate(factors)
+        if rule.kinds[factor] is FactorKind.PERMUTATION
     )
 
 

@@ -4,8 +4,8 @@ split on.
 Arguments, outputs, loop carries and what anchors read and write are stated (see `constrain`); any
 other value is open. The partitioner hands a split from one open value to the next, both ways, along
 dimensions that run over the same loop, also where a window shifts it. So an open value is split as
-its own roles say, and over each other mesh axis as something stated at the border of its region is,
-one of another role for instance.
+its own logical axes say, and over each other mesh axis as something stated at the border of its region is,
+one of another logical axis for instance.
 
 Reference:
     Shardy, `sdy-user-priority-propagate`: aggressive propagation, factors of kind pass-through and
@@ -20,14 +20,14 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.axes.sharding_rules import LoopKind
+from autoshard.axes.sharding_rules import FactorKind
 from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.layout.placements import Placements
 from autoshard.layout.problem import Problem
-from autoshard.tracing.program import Eqn, Flow, Value
+from autoshard.tracing.program import Eqn, MappingKind, Value
 
 STATED = ANCHORS | CUT_KERNELS | SHIFTS
-_CARRIES_ON = (LoopKind.PASS, LoopKind.PERMUTED)
+_CARRIES_ON = (FactorKind.PASS_THROUGH, FactorKind.PERMUTATION)
 
 Borrowed = tuple[tuple[int, int, int], ...]
 """Entries (column of the placements, its dimension or loop, own dimension): that one's mesh axes
@@ -35,7 +35,7 @@ are taken on here."""
 
 
 def borrowed(problem: Problem, placements: Placements) -> list[Borrowed]:
-    """By `Value.index`, what a value may inherit beside what its own roles say."""
+    """By `Value.index`, what a value may inherit beside what its own logical axes say."""
     return _Regions(problem, placements).found()
 
 
@@ -52,7 +52,7 @@ class _Regions:
         self._open = self._find_open()
 
     def _find_open(self) -> list[bool]:
-        program, constant = self._problem.program, self._problem.roles.axes.constant
+        program, constant = self._problem.program, self._problem.logical_axes.classes.constant
         is_open = [not gone for gone in constant]
         for value in (*program.body.inputs, *program.body.outputs):
             is_open[value.index] = False
@@ -60,9 +60,9 @@ class _Regions:
             stated = eqn.outputs if eqn.primitive in STATED else ()
             for value in (*stated, *(v for pair in eqn.carries for v in pair)):
                 is_open[value.index] = False
-            for tie in eqn.ties:
-                if tie.flow is Flow.BACK:
-                    is_open[tie.outer.index] = False
+            for mapping in eqn.mappings:
+                if mapping.kind is MappingKind.CARRY:
+                    is_open[mapping.outer.index] = False
         return is_open
 
     def found(self) -> list[Borrowed]:
@@ -70,18 +70,22 @@ class _Regions:
         edges: list[tuple[int, int]] = []
         borders: list[tuple[int, tuple[int, int]]] = []  # (node, (column, dimension or loop))
         for eqn in program.eqns:
-            for tie in eqn.ties:
-                for dim in range(len(tie.inner.shape)):
-                    self._meet([(tie.outer, dim + tie.offset), (tie.inner, dim)], edges, borders)
+            for mapping in eqn.mappings:
+                for dim in range(len(mapping.inner.shape)):
+                    self._meet(
+                        [(mapping.outer, dim + mapping.offset), (mapping.inner, dim)],
+                        edges,
+                        borders,
+                    )
             if eqn.bodies:
                 continue
             column = self._placements.work_column(eqn) if eqn.primitive in STATED else None
-            for loop, members in self._members(eqn):
+            for factor, members in self._members(eqn):
                 if column is None:
                     self._meet(members, edges, borders)
                 else:
                     borders += [
-                        (self._node(v, d), (column, loop))
+                        (self._node(v, d), (column, factor))
                         for v, d in members
                         if self._open[v.index]
                     ]
@@ -114,16 +118,16 @@ class _Regions:
         """(loop, dimensions of operands and results that run over it), where a split is carried
         on.
         """
-        rule = self._problem.roles.axes.rules[eqn.index]
+        rule = self._problem.logical_axes.classes.rules[eqn.index]
         places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
         for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, loops in zip(values, maps, strict=True):
-                for dim, loop in enumerate(loops):
+            for value, factors in zip(values, maps, strict=True):
+                for dim, factor in enumerate(factors):
                     if value.shape[dim] > 1:
-                        places[loop].append((value, dim))
-        for loop, kind in enumerate(rule.kinds):
-            if kind in _CARRIES_ON or (eqn.primitive in STATED and kind is LoopKind.REDUCED):
-                yield loop, places[loop]
+                        places[factor].append((value, dim))
+        for factor, kind in enumerate(rule.kinds):
+            if kind in _CARRIES_ON or (eqn.primitive in STATED and kind is FactorKind.REDUCTION):
+                yield factor, places[factor]
 
     def _meet(
         self,
@@ -137,7 +141,7 @@ class _Regions:
             return
         node = self._node(*free[0])
         edges += [(node, self._node(v, d)) for v, d in free[1:]]
-        constant = self._problem.roles.axes.constant
+        constant = self._problem.logical_axes.classes.constant
         for value, dim in members:
             if not self._open[value.index] and not constant[value.index]:
                 borders.append((node, (self._placements.value_column(value), dim)))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.axis_classes import COPIES
-from autoshard.axes.sharding_rules import PICK, LoopKind
+from autoshard.axes.sharding_rules import PICK, FactorKind
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.program.applied_constraints import Columns, Readers
@@ -65,17 +65,17 @@ class Costs:
         self._placements = placements
         self._hardware = hardware
         self._reduce_scatter = backend.has_reduce_scatter
-        rules = self._rules = problem.roles.axes.rules
-        max_loops = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
+        rules = self._rules = problem.logical_axes.classes.rules
+        max_factors = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
         max_rank = max((len(v.shape) for v in problem.program.values), default=0)
-        self._columns = Columns(problem, placements, born, max_loops)
+        self._columns = Columns(problem, placements, born, max_factors)
         self.specs = Specs(placements, max_rank)
         self.links = Links(hardware, placements, problem.mesh_axes)
         self._slots = self.links.slots
         self._works, self._uses = classes.works, classes.uses
-        self._prepare_works(placements, classes.works, max_loops, backend)
+        self._prepare_works(placements, classes.works, max_factors, backend)
         self._turned = Turned(placements, rules, [w.eqn for w in classes.works])
-        self._prepare_uses(problem, placements, classes.uses, max_loops)
+        self._prepare_uses(problem, placements, classes.uses, max_factors)
         self._group(classes)
         self._count = 0
         self._compute_s, self._comm_s = np.zeros(0), np.zeros(0)
@@ -89,7 +89,7 @@ class Costs:
     # Classes as arrays ----------------------------------------------------------------------------
 
     def _prepare_works(
-        self, placements: Placements, works: Sequence[Work], max_loops: int, backend: Backend
+        self, placements: Placements, works: Sequence[Work], max_factors: int, backend: Backend
     ) -> None:
         self._work_times = np.array([w.times for w in works])
         self._work_flops = np.array([w.flops for w in works])
@@ -100,7 +100,9 @@ class Costs:
             ]
         )
         self._work_column = np.array([self._columns.work(w.eqn) for w in works], dtype=np.int64)
-        self._reduced = _loops_of_kind([w.kinds for w in works], LoopKind.REDUCED, max_loops)
+        self._reduced = _factors_of_kind(
+            [w.kinds for w in works], FactorKind.REDUCTION, max_factors
+        )
         self._copying = np.array([w.eqn.primitive in COPIES for w in works], dtype=bool)
         self._picked = np.array(
             [self._rules[w.eqn.index].combine == PICK for w in works], dtype=bool
@@ -116,21 +118,21 @@ class Costs:
             self._columns,
             self._rules,
             [(w.eqn, o) for w in works for o in w.operands],
-            max_loops,
+            max_factors,
         )
         self._results = Reads(
             placements,
             self._columns,
             self._rules,
             [(w.eqn, o) for w in works for o in w.results],
-            max_loops,
+            max_factors,
         )
         self._loads = np.array([o.transfers for w in works for o in w.operands])
         self._writes = np.array([o.transfers for w in works for o in w.results])
         self._work_op_s = np.array([w.stores * self._hardware.op_s for w in works])
 
     def _prepare_uses(
-        self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_loops: int
+        self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_factors: int
     ) -> None:
         self._uses_times = np.array([u.times for u in uses])
         self._readers_of = Ragged([len(u.readers) for u in uses])
@@ -138,12 +140,12 @@ class Costs:
             placements,
             self._columns,
             self._rules,
-            [(eqn, Operand(u.value, loops, False)) for u in uses for eqn, loops in u.readers],
-            max_loops,
+            [(eqn, Operand(u.value, factors, False)) for u in uses for eqn, factors in u.readers],
+            max_factors,
         )
-        rules = problem.roles.axes.rules
+        rules = problem.logical_axes.classes.rules
         self._shifts = Shifts(
-            placements, rules, [(u.value, eqn, loops) for u in uses for eqn, loops in u.readers]
+            placements, rules, [(u.value, eqn, factors) for u in uses for eqn, factors in u.readers]
         )
         self._reader_bit = 1 << np.concatenate(
             [
@@ -312,9 +314,9 @@ class Costs:
         order: Placed,
     ) -> tuple[Placed, Placed]:
         """The spec in which the work reads operands; open loops read them as they are."""
-        pad = reads.dim_of_loop.shape[1] - 1
+        pad = reads.dim_of_factor.shape[1] - 1
         want = np.take_along_axis(
-            reads.dim_of_loop[entry], np.where(work >= 0, work, pad).astype(np.int64), axis=1
+            reads.dim_of_factor[entry], np.where(work >= 0, work, pad).astype(np.int64), axis=1
         )
         opened = np.flatnonzero((work == OPEN).any(axis=1))
         if len(opened):
@@ -365,9 +367,9 @@ class Costs:
         owner, entry = self._results_of.of(number)
         results, value_bytes = self._results, self._results.bytes[entry]
         mine = work[owner]
-        pad = results.dim_of_loop.shape[1] - 1
+        pad = results.dim_of_factor.shape[1] - 1
         raw = np.take_along_axis(
-            results.dim_of_loop[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1
+            results.dim_of_factor[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1
         )
         local = value_bytes // devices[self.specs.mask(raw)]
         stored, order = self._columns.placed(at[owner], results.value[entry])
@@ -376,8 +378,8 @@ class Costs:
         written = np.where(self._copying[number[owner]], part, local)
         traffic = _sum_by(owner, written * self._writes[entry], len(number))
         traffic += self._read_for(number, reads, _sum_by(owner, part, len(number)))
-        loops = np.where(mine >= 0, mine, pad).astype(np.int64)
-        partial = np.take_along_axis(self._reduced[number[owner]], loops, axis=1)
+        factors = np.where(mine >= 0, mine, pad).astype(np.int64)
+        partial = np.take_along_axis(self._reduced[number[owner]], factors, axis=1)
         split: Array = partial @ (1 << np.arange(partial.shape[1]))
         before = self.specs.number(raw, work_order[owner])
         after = self.specs.number(target, order)
@@ -529,9 +531,9 @@ def _sum_by(owner: Array, amounts: Array, count: int) -> NDArray[np.float64]:
     return np.bincount(owner, amounts, count).astype(np.float64)
 
 
-def _loops_of_kind(
-    kinds: Iterable[tuple[LoopKind, ...]], kind: LoopKind, max_loops: int
+def _factors_of_kind(
+    kinds: Iterable[tuple[FactorKind, ...]], kind: FactorKind, max_factors: int
 ) -> NDArray[np.bool_]:
     """[n, loops + 1] True where a loop is of a kind; the last column is no loop."""
-    found = [[k is kind for k in of] + [False] * (max_loops + 1 - len(of)) for of in kinds]
-    return np.array(found, dtype=bool).reshape(-1, max_loops + 1)
+    found = [[k is kind for k in of] + [False] * (max_factors + 1 - len(of)) for of in kinds]
+    return np.array(found, dtype=bool).reshape(-1, max_factors + 1)

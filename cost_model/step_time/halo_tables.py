@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.axes.sharding_rules import DimRule
+from autoshard.axes.sharding_rules import ShardingRule
 from autoshard.cost_model.program.halo import ASIDE, GATHERED, exchanges, shards_sent
 from autoshard.cost_model.step_time.reshard import Array, Moves, Specs
 from autoshard.layout.placements import Placements
@@ -25,16 +25,16 @@ class Turned:
     """
 
     def __init__(
-        self, placements: Placements, rules: Sequence[DimRule], eqns: Sequence[Eqn]
+        self, placements: Placements, rules: Sequence[ShardingRule], eqns: Sequence[Eqn]
     ) -> None:
         sizes = _pieces(placements)
-        self._loop = np.full(len(eqns), -1, dtype=np.int64)
+        self._factor = np.full(len(eqns), -1, dtype=np.int64)
         self._able = np.zeros((len(eqns), len(sizes)), dtype=bool)
         for number, eqn in enumerate(eqns):
             for operand, dim, asked in exchanges(eqn, rules[eqn.index])[:1]:
                 able = [shards_sent(eqn, asked, pieces) == ASIDE for pieces in sizes]
                 if any(able):
-                    self._loop[number] = rules[eqn.index].operands[operand][dim]
+                    self._factor[number] = rules[eqn.index].operands[operand][dim]
                     self._able[number] = able
 
     def add(
@@ -50,8 +50,8 @@ class Turned:
             work: [n, axes] loops that the work splits.
             local: [n] bytes of the result on one device.
         """
-        loop = self._loop[number]
-        split = (work == loop[:, None]) & (loop >= 0)[:, None]
+        factor = self._factor[number]
+        split = (work == factor[:, None]) & (factor >= 0)[:, None]
         mask = np.asarray(split @ (1 << np.arange(work.shape[1])), dtype=np.int64)
         moves.add(
             "all_to_all",
@@ -73,21 +73,21 @@ class Shifts:
     def __init__(
         self,
         placements: Placements,
-        rules: Sequence[DimRule],
+        rules: Sequence[ShardingRule],
         readers: Sequence[tuple[Value, Eqn, tuple[int, ...]]],
     ) -> None:
         sizes = _pieces(placements)
         found: list[tuple[int, int, list[float]]] = []
-        for entry, (value, eqn, loops) in enumerate(readers):
+        for entry, (value, eqn, factors) in enumerate(readers):
             rule = rules[eqn.index]
             for operand, dim, asked in exchanges(eqn, rule):
-                if eqn.inputs[operand].index == value.index and rule.operands[operand] == loops:
+                if eqn.inputs[operand].index == value.index and rule.operands[operand] == factors:
                     sent = [0.0, *(shards_sent(eqn, asked, pieces) for pieces in sizes[1:])]
-                    found.append((entry, loops[dim], sent))
+                    found.append((entry, factors[dim], sent))
         self._shifting = np.zeros(len(readers), dtype=bool)
         self._shifting[[entry for entry, *_ in found]] = True
         self._first = np.searchsorted([entry for entry, *_ in found], np.arange(len(readers) + 1))
-        self._loop = np.array([loop for _, loop, _ in found], dtype=np.int64)
+        self._factor = np.array([factor for _, factor, _ in found], dtype=np.int64)
         self._sent = np.array([sent for *_, sent in found], dtype=np.float64).reshape(
             -1, len(sizes)
         )
@@ -124,7 +124,7 @@ class Shifts:
             - np.repeat(np.cumsum(counts) - counts, counts)
             + self._first[entry[at]]
         )
-        split = work[at] == self._loop[shift][:, None]
+        split = work[at] == self._factor[shift][:, None]
         mask = np.asarray(split @ (1 << np.arange(work.shape[1])), dtype=np.int64)
         some = np.flatnonzero(mask)
         at, shift, split, mask = at[some], shift[some], split[some], mask[some]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.axes.sharding_rules import DimRule
+from autoshard.axes.sharding_rules import ShardingRule
 from autoshard.cost_model.program.applied_constraints import Columns
 from autoshard.cost_model.program.equation_classes import Operand
 from autoshard.cost_model.step_time.reshard import Array
@@ -24,25 +24,25 @@ class Reads:
         self,
         placements: Placements,
         columns: Columns,
-        rules: Sequence[DimRule],
+        rules: Sequence[ShardingRule],
         items: Sequence[tuple[Eqn, Operand]],
-        max_loops: int,
+        max_factors: int,
     ) -> None:
         count = len(items)
-        rank = max((len(o.loops) for _, o in items), default=0)
+        rank = max((len(o.factors) for _, o in items), default=0)
         self.work = np.array([columns.work(eqn) for eqn, _ in items], dtype=np.int64)
         self.value = np.array([columns.value(o.value) for _, o in items], dtype=np.int64)
         self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
-        self.dim_of_loop = np.full((count, max_loops + 1), -1, dtype=np.int8)
+        self.dim_of_factor = np.full((count, max_factors + 1), -1, dtype=np.int8)
         self.sizes = np.ones((count, rank + 1), dtype=np.int64)
         self.closed = np.zeros((count, rank + 1), dtype=bool)
         for i, (eqn, operand) in enumerate(items):
-            self.closed[i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.loops))] = (
-                True
-            )
-            for dim in reversed(range(len(operand.loops))):
-                self.dim_of_loop[i, operand.loops[dim]] = dim
-            self.sizes[i, : len(operand.loops)] = operand.value.shape
+            self.closed[
+                i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.factors))
+            ] = True
+            for dim in reversed(range(len(operand.factors))):
+                self.dim_of_factor[i, operand.factors[dim]] = dim
+            self.sizes[i, : len(operand.factors)] = operand.value.shape
         every = int(np.prod(placements.sizes, dtype=np.int64))
         self.uneven = (self.sizes % every != 0).any(axis=1)
 

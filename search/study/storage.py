@@ -32,7 +32,7 @@ minutes at most."""
 LONGEST_PAUSE_S = 5.0
 
 HOPELESS = re.compile(
-    r"authentication failed|no password supplied|database .* does not exist|role .* does not exist"
+    r"authentication failed|no password supplied|database .* does not exist|logical axis .* does not exist"
 )
 """What a server says that will say the same later."""
 

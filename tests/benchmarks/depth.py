@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autoshard.axes.argument_groups import find_groups
-from autoshard.axes.axis_classes import logical_axes
-from autoshard.axes.logical_axes import find_roles
+from autoshard.axes.axis_classes import axis_classes
+from autoshard.axes.logical_axes import find_logical_axes
 from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.axis_rule import AxisRule
@@ -65,12 +65,12 @@ def run(layers: int, seed: int = 0) -> dict[str, Any]:
     traced = trace(step, call)
     stages.done("trace")
     carry = matching_state(traced, donated_only=True)
-    axes = logical_axes(traced.program, carry)
-    stages.done("logical axes")
-    roles = find_roles(axes)
+    axes = axis_classes(traced.program, carry)
+    stages.done("axis classes")
+    logical_axes = find_logical_axes(axes)
     groups = find_groups(axes, carry)
-    problem = Problem(roles, groups, MESH)
-    stages.done("roles, groups")
+    problem = Problem(logical_axes, groups, MESH)
+    stages.done("logical axes, groups")
     predictor = Predictor(problem, hardware_for("tpu_v5e"), call.donated)
     stages.done("tables")
     proposals = propose(problem, predictor, seed=seed)
@@ -84,7 +84,7 @@ def run(layers: int, seed: int = 0) -> dict[str, Any]:
         rates.append(len(index) / (time.perf_counter() - began_s))
     best = proposals.ranked[0]
     return {
-        "layers": layers, "equations": len(traced.program.eqns), "axes": axes.count, "roles": len(roles.roles),
+        "layers": layers, "equations": len(traced.program.eqns), "axes": axes.count, "logical axes": len(logical_axes.axes),
         "seconds": stages.seconds, "predictions_per_s": statistics.median(rates), "evaluations": proposals.evaluations,
         "rules": [str(rule) for rule in best.layout.rules], "predicted_s": best.prediction.time_s,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "jax": jax.__version__,
@@ -98,7 +98,12 @@ def random_layouts(problem: Problem, predictor: Predictor, seed: int) -> Any:
     lists = []
     for axis in space.able:
         chosen = [rng.sample(space.able[axis], rng.randint(0, 4)) for _ in range(300)]
-        lists.append([tuple(AxisRule(role, axis) for role in roles) for roles in chosen])
+        lists.append(
+            [
+                tuple(AxisRule(logical_axis, axis) for logical_axis in logical_axes)
+                for logical_axes in chosen
+            ]
+        )
     pairs = [(*rng.choice(lists[0]), *rng.choice(lists[1])) for _ in range(PREDICTED)]
     index: Any = predictor.placements.of_rules(pairs)
     assert index.dtype == np.int32
@@ -113,7 +118,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     table = Table(
-        "layers", "equations", "trace", "axes", "roles", "tables", "search", "after tracing"
+        "layers", "equations", "trace", "axes", "logical axes", "tables", "search", "after tracing"
     )
     table.add_column("/ trace")
     table.add_column("predictions/s")

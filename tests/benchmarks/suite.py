@@ -87,7 +87,7 @@ class Setting:
 def random_layouts(problem: Problem, seed: str, attempts: int, seen: set[str]) -> Iterator[Layout]:
     """Layouts of random rules, distinct, and not among those whose keys were seen (to which theirs
     are added)."""
-    names = sorted(r.name for r in problem.roles.roles if not r.scanned)
+    names = sorted(r.name for r in problem.logical_axes.axes if not r.scanned)
     pairs = [AxisRule(name, axis) for name in names for axis in problem.mesh_axes]
     rng = random.Random(seed)
     for _ in range(attempts):

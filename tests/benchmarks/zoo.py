@@ -263,11 +263,11 @@ def lines(rows: list[Row]) -> Iterator[str]:
         known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
         mean = math.exp(sum(math.log(max(r, 1e-3)) for r in known.values()) / max(len(known), 1))
         losses = [f"{name} ({ratio:.2f})" for name, ratio in known.items() if ratio < 1 / SAME]
-        ties = [name for name, ratio in known.items() if 1 / SAME <= ratio <= SAME]
+        mappings = [name for name, ratio in known.items() if 1 / SAME <= ratio <= SAME]
         yield (
             f"{title}: geometric mean {mean:.2f} of {len(known)}; losses {len(losses)} "
             f"{', '.join(losses)}; "
-            f"ties {len(ties)}: {', '.join(ties)}\n"
+            f"ties {len(mappings)}: {', '.join(mappings)}\n"
         )
     close = sum(row.found.get("bound", 0) >= 1 / 1.25 for row in rows)
     yield f"bound within 25 % of the found plan's predicted time in {close} of {len(rows)}"

@@ -388,7 +388,7 @@ def test_one_helper_called_twice_stays_two_places():
     plan = search_and_compare(
         fn, (floats(8, 16), floats(32, 16), floats(16, 4), floats(16, 4)), mesh_of(a=4, b=2)
     )
-    axes = plan.layout.problem.roles.axes
+    axes = plan.layout.problem.logical_axes.classes
     (x, y, *_) = plan.traced.program.body.inputs
     assert axes.of_value[x.index][0] != axes.of_value[y.index][0]
 

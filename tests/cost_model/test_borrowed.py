@@ -54,7 +54,7 @@ def test_a_slice_of_a_split_sequence_that_the_axis_does_not_divide(
     assert predicted == pytest.approx(compiled, rel=0.25)
 
 
-def test_nothing_is_inherited_that_the_own_roles_say(mesh_4x2: Mesh) -> None:
+def test_nothing_is_inherited_that_the_own_logical_axes_say(mesh_4x2: Mesh) -> None:
     made = prepared(
         lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), (array(64, 64), array(64, 64)), mesh_4x2
     )
@@ -103,7 +103,7 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
 
 
 def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
-    """4 heads on 8 devices: the partitioner cuts the scores in 4, if something of the role is split
+    """4 heads on 8 devices: the partitioner cuts the scores in 4, if something of the logical axis is split
     at all."""
 
     def attention(x: jax.Array, w: jax.Array) -> jax.Array:

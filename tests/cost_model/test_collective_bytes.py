@@ -27,11 +27,14 @@ SAVED = json.loads((Path(__file__).parents[1] / "golden" / "collective_bytes.jso
 @pytest.fixture(scope="module", params=sorted({row["model"] for row in SAVED["rows"]}))
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     made = setting(request.param, SAVED["mesh"])
-    predictor, names = made.predictor(cpu), {role.name for role in made.made.problem.roles.roles}
+    predictor, names = (
+        made.predictor(cpu),
+        {logical_axis.name for logical_axis in made.made.problem.logical_axes.axes},
+    )
     found = []
     for row in SAVED["rows"]:
         rules = tuple(map(AxisRule.parse, row["rules"]))
-        if row["model"] == request.param and names >= {rule.role for rule in rules}:
+        if row["model"] == request.param and names >= {rule.logical_axis for rule in rules}:
             predicted = predictor.predict(Layout(made.made.problem, rules))
             found.append(
                 {
@@ -41,7 +44,7 @@ def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
                 }
             )
     if len(found) < 20:
-        pytest.skip("this jax names the roles otherwise")
+        pytest.skip("this jax names the logical axes otherwise")
     return found
 
 

@@ -78,7 +78,7 @@ def test_space_of_a_kernel_gradient_is_never_open() -> None:
         jax.grad(loss), (array(3, 3, 4, 4), array(8, 16, 16, 4)), mesh_of(data=4, model=2)
     )
     space = next(
-        r.name for r in made.problem.roles.roles if r.name.startswith("conv_general_dilated")
+        r.name for r in made.problem.logical_axes.axes if r.name.startswith("conv_general_dilated")
     )
     layout = layout_of(made, f"{space}->data")
     stated = constraints_for(layout)
@@ -93,8 +93,8 @@ def test_space_of_a_kernel_gradient_is_never_open() -> None:
 
 def test_a_convolution_split_in_space_sends_one_row_to_each_side() -> None:
     made = prepared(convolution, (array(8, 16, 16, 4), array(3, 3, 4, 4)), mesh_of(data=4))
-    space = made.problem.roles.of_value[made.problem.program.body.outputs[0].index][1]
-    name = made.problem.roles.roles[space].name
+    space = made.problem.logical_axes.of_value[made.problem.program.body.outputs[0].index][1]
+    name = made.problem.logical_axes.axes[space].name
     predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(
         layout_of(made, f"{name}->data")
     )

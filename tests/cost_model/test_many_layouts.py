@@ -29,7 +29,7 @@ SLOW = h100.with_links(
 def random_rules(problem: Problem, count: int) -> list[tuple[AxisRule, ...]]:
     """Rule lists of up to six rules, some under conditions."""
     rng = random.Random(0)
-    names = [role.name for role in problem.roles.roles]
+    names = [logical_axis.name for logical_axis in problem.logical_axes.axes]
 
     def rule() -> AxisRule:
         scopes = ["everywhere"] * 4 + [

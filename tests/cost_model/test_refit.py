@@ -8,7 +8,14 @@ import pytest
 
 from autoshard.cost_model.hardware.collectives import collective_s
 from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
-from autoshard.cost_model.hardware.refit import Factors, Parts, parts_of, refit, summary_s, time_s
+from autoshard.cost_model.hardware.refit import (
+    Corrections,
+    Parts,
+    parts_of,
+    refit,
+    summary_s,
+    time_s,
+)
 from autoshard.evidence.collectives import Collective, ring_bytes
 
 DATA, MODEL = ("data",), ("model",)
@@ -55,8 +62,8 @@ def test_right_hardware_keeps_its_numbers_and_no_programs_say_nothing() -> None:
     made = [(parts, time_s(parts, 0.3)) for parts, _ in programs(6, 0.3)]
     found = refit(made, 0.3)
     assert [found.compute, *found.comm.values()] == pytest.approx([1, 1, 1])
-    assert refit([], 0.3) == Factors()
-    assert refit([(Parts(0.0, {}), 1.0)], 0.3) == Factors()
+    assert refit([], 0.3) == Corrections()
+    assert refit([(Parts(0.0, {}), 1.0)], 0.3) == Corrections()
 
 
 def test_a_summary_takes_what_its_collectives_take() -> None:

@@ -1,7 +1,7 @@
-"""Dimension rules as claims that are checked by running them.
+"""Sharding rules as claims that are checked by running them.
 
-`application` finds one equation of a function, with concrete operands. `disproved` cuts each PASS
-and REDUCED loop of a rule into pieces, runs the primitive on the pieces, puts the pieces of the
+`application` finds one equation of a function, with concrete operands. `disproved` cuts each PASS_THROUGH
+and REDUCTION loop of a rule into pieces, runs the primitive on the pieces, puts the pieces of the
 results together and compares with the whole. `missing` does the converse: it looks for loops of
 other kinds that can be cut all the same.
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.axes.sharding_rules import PICK, DimRule, LoopKind
+from autoshard.axes.sharding_rules import PICK, FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn, Value
 from tests.stages import QUICKLY
 
@@ -31,7 +31,7 @@ Array = Any
 Mode = lax.GatherScatterMode
 
 _INLINED = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
-_CUT = (LoopKind.PASS, LoopKind.REDUCED)
+_CUT = (FactorKind.PASS_THROUGH, FactorKind.REDUCTION)
 
 _GENERATORS = frozenset({"random_bits", "random_gamma", "random_split"})
 """Results depend on the position of an element among those of its key: only loops over keys are
@@ -114,44 +114,45 @@ class Piece:
     """One of `parts` equal pieces of an equation along one loop."""
 
     app: Application
-    rule: DimRule
-    loop: int
+    rule: ShardingRule
+    factor: int
     part: int
     parts: int
 
     def dims(self, operand: int) -> list[int]:
         """Dimensions of an operand that are cut."""
-        return [d for d, loop in enumerate(self.rule.operands[operand]) if loop == self.loop]
+        return [d for d, factor in enumerate(self.rule.operands[operand]) if factor == self.factor]
 
     def start(self, size: int) -> int:
         """Where the piece of a dimension of this size starts."""
         return self.part * size // self.parts
 
-    def of(self, array: Array, loops: Sequence[int]) -> Array:
+    def of(self, array: Array, factors: Sequence[int]) -> Array:
         """This piece of an array whose dimensions run over `loops`."""
-        if self.loop not in loops:
+        if self.factor not in factors:
             return array
         return array[
             tuple(
                 slice(self.start(size), self.start(size) + size // self.parts)
-                if loop == self.loop
+                if factor == self.factor
                 else slice(None)
-                for size, loop in zip(array.shape, loops, strict=True)
+                for size, factor in zip(array.shape, factors, strict=True)
             )
         ]
 
     def operands(self, arrays: Sequence[Array]) -> list[Array]:
         """This piece of all operands."""
         return [
-            self.of(array, loops) for array, loops in zip(arrays, self.rule.operands, strict=True)
+            self.of(array, factors)
+            for array, factors in zip(arrays, self.rule.operands, strict=True)
         ]
 
     def shape(self, result: int) -> tuple[int, ...]:
         """Shape of this piece of a result."""
         sizes = self.app.eqn.outputs[result].shape
         return tuple(
-            size // self.parts if loop == self.loop else size
-            for size, loop in zip(sizes, self.rule.results[result], strict=True)
+            size // self.parts if factor == self.factor else size
+            for size, factor in zip(sizes, self.rule.results[result], strict=True)
         )
 
     def bind(self, operands: Sequence[Array], **changed: Any) -> list[Array]:
@@ -164,21 +165,21 @@ class Piece:
         return self.app.eqn.params
 
 
-def parts_of(app: Application, rule: DimRule, loop: int) -> int:
+def parts_of(app: Application, rule: ShardingRule, factor: int) -> int:
     """Into how many equal pieces a loop is cut: the smallest prime that divides all its dimensions,
     or 1."""
     common = 0
     for values, maps in ((app.eqn.inputs, rule.operands), (app.eqn.outputs, rule.results)):
-        for value, loops in zip(values, maps, strict=True):
-            for size, other in zip(value.shape, loops, strict=True):
-                if other == loop:
+        for value, factors in zip(values, maps, strict=True):
+            for size, other in zip(value.shape, factors, strict=True):
+                if other == factor:
                     common = math.gcd(common, size)
     if app.eqn.primitive == "conv_general_dilated":
         for groups, dim in (("feature_group_count", 1), ("batch_group_count", 0)):
             count = app.eqn.params[groups]
             if (
                 count > 1
-                and rule.operands[0][app.eqn.params["dimension_numbers"].lhs_spec[dim]] == loop
+                and rule.operands[0][app.eqn.params["dimension_numbers"].lhs_spec[dim]] == factor
             ):
                 common = math.gcd(common, count)
     return next((p for p in range(2, common + 1) if common % p == 0), 1)
@@ -214,27 +215,29 @@ def _picked(app: Application, whole: Array, indices: Sequence[Array]) -> Array:
 
 
 def from_pieces(
-    app: Application, rule: DimRule, loop: int, parts: int, arrays: Sequence[Array]
+    app: Application, rule: ShardingRule, factor: int, parts: int, arrays: Sequence[Array]
 ) -> list[list[Array]]:
     """For each result, what the pieces make of it: one array, or several that must all equal the
     whole."""
     runner = _RUN.get(app.eqn.primitive, _plain)
-    pieces = [runner(Piece(app, rule, loop, part, parts), list(arrays)) for part in range(parts)]
+    pieces = [runner(Piece(app, rule, factor, part, parts), list(arrays)) for part in range(parts)]
     made = []
-    for i, loops in enumerate(rule.results):
+    for i, factors in enumerate(rule.results):
         parts_of_result = [piece[i] for piece in pieces]
-        if rule.kinds[loop] is LoopKind.REDUCED and rule.combine == PICK:
+        if rule.kinds[factor] is FactorKind.REDUCTION and rule.combine == PICK:
             made.append([_picked(app, arrays[0], parts_of_result)])
-        elif rule.kinds[loop] is LoopKind.REDUCED:
+        elif rule.kinds[factor] is FactorKind.REDUCTION:
             made.append([functools.reduce(_COMBINE[rule.combine], parts_of_result)])
-        elif loop in loops:
-            made.append([jnp.concatenate(parts_of_result, axis=loops.index(loop))])
+        elif factor in factors:
+            made.append([jnp.concatenate(parts_of_result, axis=factors.index(factor))])
         else:
             made.append(parts_of_result)
     return made
 
 
-def disproved(app: Application, rule: DimRule, tolerance: float = 0.0) -> tuple[list[str], int]:
+def disproved(
+    app: Application, rule: ShardingRule, tolerance: float = 0.0
+) -> tuple[list[str], int]:
     """Claims of a rule that running contradicts, and how many loops were cut.
 
     Args:
@@ -243,22 +246,22 @@ def disproved(app: Application, rule: DimRule, tolerance: float = 0.0) -> tuple[
         tolerance: Relative and absolute; 0 compares exactly (integer-valued data).
     """
     cuts = [
-        (loop, parts)
-        for loop, kind in enumerate(rule.kinds)
+        (factor, parts)
+        for factor, kind in enumerate(rule.kinds)
         if kind in _CUT
-        and (parts := parts_of(app, rule, loop)) > 1
-        and (app.eqn.primitive not in _GENERATORS or loop in rule.operands[0])
+        and (parts := parts_of(app, rule, factor)) > 1
+        and (app.eqn.primitive not in _GENERATORS or factor in rule.operands[0])
     ]
 
     def both(*arrays: Array) -> tuple[list[Array], list[list[list[Array]]]]:
         whole = run(app.primitive, arrays, app.eqn.params)
-        return whole, [from_pieces(app, rule, loop, parts, arrays) for loop, parts in cuts]
+        return whole, [from_pieces(app, rule, factor, parts, arrays) for factor, parts in cuts]
 
     whole, made = jax.jit(both, compiler_options=QUICKLY)(*app.operands)
     wrong = [
-        f"{app.eqn.primitive}: loop {loop} ({rule.kinds[loop].value}) of {rule} does not cut; "
+        f"{app.eqn.primitive}: loop {factor} ({rule.kinds[factor].value}) of {rule} does not cut; "
         f"{[v.shape for v in app.eqn.inputs]} {dict(app.eqn.params)}"
-        for (loop, _), results in zip(cuts, made, strict=True)
+        for (factor, _), results in zip(cuts, made, strict=True)
         if not same(whole, results, tolerance)
     ]
     return wrong, len(cuts)
@@ -282,61 +285,64 @@ def _equal(a: Array, b: Array, tolerance: float) -> bool:
     return bool(np.array_equal(x, y, equal_nan=np.issubdtype(x.dtype, np.inexact)))
 
 
-def hypotheses(rule: DimRule) -> Iterator[tuple[str, DimRule, int]]:
+def hypotheses(rule: ShardingRule) -> Iterator[tuple[str, ShardingRule, int]]:
     """Rules that say one thing more: (what, rule, the loop that it says can be cut)."""
-    in_operands = {loop for loops in rule.operands for loop in loops}
-    in_results = {loop for loops in rule.results for loop in loops}
+    in_operands = {factor for factors in rule.operands for factor in factors}
+    in_results = {factor for factors in rule.results for factor in factors}
 
-    def places(loop: int) -> str:
+    def places(factor: int) -> str:
         return str(
             [
                 f"operand {i} dim {d}"
-                for i, loops in enumerate(rule.operands)
-                for d, x in enumerate(loops)
-                if x == loop
+                for i, factors in enumerate(rule.operands)
+                for d, x in enumerate(factors)
+                if x == factor
             ]
             + [
                 f"result {i} dim {d}"
-                for i, loops in enumerate(rule.results)
-                for d, x in enumerate(loops)
-                if x == loop
+                for i, factors in enumerate(rule.results)
+                for d, x in enumerate(factors)
+                if x == factor
             ]
         )
 
-    def kind(loop: int, new: LoopKind) -> DimRule:
-        return replace(rule, kinds=tuple(new if i == loop else k for i, k in enumerate(rule.kinds)))
+    def kind(factor: int, new: FactorKind) -> ShardingRule:
+        return replace(
+            rule, kinds=tuple(new if i == factor else k for i, k in enumerate(rule.kinds))
+        )
 
-    uncut = [loop for loop, k in enumerate(rule.kinds) if k not in _CUT]
-    for loop in uncut:
-        if loop in in_results:
-            yield f"{places(loop)} pass", kind(loop, LoopKind.PASS), loop
+    uncut = [factor for factor, k in enumerate(rule.kinds) if k not in _CUT]
+    for factor in uncut:
+        if factor in in_results:
+            yield f"{places(factor)} pass", kind(factor, FactorKind.PASS_THROUGH), factor
         else:
-            yield f"{places(loop)} is reduced", kind(loop, LoopKind.REDUCED), loop
+            yield f"{places(factor)} is reduced", kind(factor, FactorKind.REDUCTION), factor
     for a, b in itertools.product(uncut, uncut):
         if a in in_operands - in_results and b in in_results - in_operands:
-            merged = kind(a, LoopKind.PASS)
+            merged = kind(a, FactorKind.PASS_THROUGH)
             results = tuple(
-                tuple(a if loop == b else loop for loop in loops) for loops in merged.results
+                tuple(a if factor == b else factor for factor in factors)
+                for factors in merged.results
             )
             yield f"{places(a)} and {places(b)} pass", replace(merged, results=results), a
 
 
-def missing(apps: Sequence[Application], rule: DimRule, tolerance: float = 0.0) -> list[str]:
+def missing(apps: Sequence[Application], rule: ShardingRule, tolerance: float = 0.0) -> list[str]:
     """Cuts that the rule does not allow, but that work on all of these applications (equal but for
     their data)."""
     found = []
-    for what, more, loop in hypotheses(rule):
-        parts = parts_of(apps[0], more, loop)
-        if parts > 1 and all(_cuts(app, more, loop, parts, tolerance) for app in apps):
+    for what, more, factor in hypotheses(rule):
+        parts = parts_of(apps[0], more, factor)
+        if parts > 1 and all(_cuts(app, more, factor, parts, tolerance) for app in apps):
             found.append(what)
     return found
 
 
-def _cuts(app: Application, rule: DimRule, loop: int, parts: int, tolerance: float) -> bool:
+def _cuts(app: Application, rule: ShardingRule, factor: int, parts: int, tolerance: float) -> bool:
     """Whether a loop can be cut; a primitive that refuses the pieces cannot."""
     try:
         made = jax.jit(
-            lambda *arrays: from_pieces(app, rule, loop, parts, arrays), compiler_options=QUICKLY
+            lambda *arrays: from_pieces(app, rule, factor, parts, arrays), compiler_options=QUICKLY
         )(*app.operands)
     except Exception:
         return False
@@ -362,7 +368,7 @@ def _iota(piece: Piece, arrays: list[Array]) -> list[Array]:
     dim = piece.params["dimension"]
     start = (
         piece.start(piece.app.eqn.outputs[0].shape[dim])
-        if piece.rule.results[0][dim] == piece.loop
+        if piece.rule.results[0][dim] == piece.factor
         else 0
     )
     return [made + jnp.asarray(start, made.dtype)]
@@ -392,11 +398,11 @@ def _conv(piece: Piece, arrays: list[Array]) -> list[Array]:
 
 
 def _counted_once(*operands: int) -> Callable[[Piece, list[Array]], list[Array]]:
-    """Pieces of a REDUCED loop of which all but the first have the identity for these operands."""
+    """Pieces of a REDUCTION loop of which all but the first have the identity for these operands."""
 
     def runner(piece: Piece, arrays: list[Array]) -> list[Array]:
         pieces = piece.operands(arrays)
-        if piece.part and piece.rule.kinds[piece.loop] is LoopKind.REDUCED:
+        if piece.part and piece.rule.kinds[piece.factor] is FactorKind.REDUCTION:
             for i in operands:
                 pieces[i] = _identity(piece.rule.combine, pieces[i])
         return piece.bind(pieces)
@@ -440,9 +446,9 @@ def _gather(piece: Piece, arrays: list[Array]) -> list[Array]:
         if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     ]
     for dim, position in zip(window, numbers.offset_dims, strict=True):
-        if piece.rule.results[0][position] == piece.loop:
+        if piece.rule.results[0][position] == piece.factor:
             sizes[dim] //= piece.parts
-    if piece.rule.kinds[piece.loop] is not LoopKind.REDUCED:
+    if piece.rule.kinds[piece.factor] is not FactorKind.REDUCTION:
         return piece.bind([operand, indices], slice_sizes=tuple(sizes))
     (dim,) = piece.dims(0)
     if dim not in numbers.start_index_map:
@@ -470,7 +476,7 @@ def _gather(piece: Piece, arrays: list[Array]) -> list[Array]:
 def _scatter(piece: Piece, arrays: list[Array]) -> list[Array]:
     """Indices are shifted by the start of the piece, which has margins for windows that cross its
     ends."""
-    if piece.rule.kinds[piece.loop] is LoopKind.REDUCED:
+    if piece.rule.kinds[piece.factor] is FactorKind.REDUCTION:
         return _counted_once(0)(piece, arrays)
     numbers, mode = piece.params["dimension_numbers"], piece.params["mode"]
     operand, indices, updates = piece.operands(arrays)

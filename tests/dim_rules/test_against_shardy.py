@@ -13,7 +13,7 @@ from rule_cases import CASES, Case
 from rule_check import Application, run
 
 from autoshard.axes.infer_rules import stated_rule
-from autoshard.axes.sharding_rules import DimRule, LoopKind, known_primitives
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule, known_primitives
 from autoshard.shardy.op_rules import lowered_ops
 
 _EXACT_WINDOWS = (
@@ -70,29 +70,29 @@ EXPLAINED_SINCE_0_12: Mapping[str, str] = {
     "unstack": _PARTS,
 }
 
-Loop = tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+Factor = tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 
-def loops(rule: DimRule, app: Application) -> set[Loop]:
+def factors(rule: ShardingRule, app: Application) -> set[Factor]:
     """The loops that can be split: kind, and the dimensions (of size > 1) of operands and
     results."""
     found = set()
-    for loop, kind in enumerate(rule.kinds):
+    for factor, kind in enumerate(rule.kinds):
         operands, results = (
             tuple(
                 (i, d)
                 for i, (value, dims) in enumerate(zip(values, maps, strict=True))
                 for d, other in enumerate(dims)
-                if other == loop and value.shape[d] > 1
+                if other == factor and value.shape[d] > 1
             )
             for values, maps in ((app.eqn.inputs, rule.operands), (app.eqn.outputs, rule.results))
         )
-        if kind is not LoopKind.WHOLE and (operands or results):
+        if kind is not FactorKind.NEED_REPLICATION and (operands or results):
             found.add((kind.value, operands, results))
     return found
 
 
-def theirs(app: Application) -> DimRule | None:
+def theirs(app: Application) -> ShardingRule | None:
     """What the compiler states for the lowering of an equation by itself."""
     lowered = jax.jit(
         lambda *operands: run(app.primitive, operands, app.eqn.params), keep_unused=True
@@ -116,10 +116,10 @@ def test_rule_is_the_compilers_or_differs_for_a_reason(case: Case) -> None:
         SEEN["not stated"] += 1
         assert str(case) not in reasons()
         return
-    ours = loops(known_primitives()[case.primitive].rule(app.eqn), app)
+    ours = factors(known_primitives()[case.primitive].rule(app.eqn), app)
     SEEN["compared"] += 1
-    assert (ours != loops(stated, app)) == (str(case) in reasons()), (
-        f"ours {ours}\ntheirs {loops(stated, app)}"
+    assert (ours != factors(stated, app)) == (str(case) in reasons()), (
+        f"ours {ours}\ntheirs {factors(stated, app)}"
     )
 
 

@@ -212,19 +212,19 @@ def test_reshape(data: st.DataObject) -> None:
     """Both shapes are groupings of the same list of factors, or unrelated factorings of one
     number."""
     rng = np.random.default_rng(0)
-    factors = data.draw(st.lists(st.sampled_from((1, 2, 2, 3, 4)), min_size=1, max_size=5))
+    op_factors = data.draw(st.lists(st.sampled_from((1, 2, 2, 3, 4)), min_size=1, max_size=5))
 
-    def grouped(factors: list[int]) -> list[int]:
-        shape = [factors[0]]
-        for factor in factors[1:]:
+    def grouped(op_factors: list[int]) -> list[int]:
+        shape = [op_factors[0]]
+        for op_factor in op_factors[1:]:
             if data.draw(st.booleans()):
-                shape.append(factor)
+                shape.append(op_factor)
             else:
-                shape[-1] *= factor
+                shape[-1] *= op_factor
         return shape
 
-    shape, new = grouped(factors), grouped(list(data.draw(st.permutations(factors))))
-    new = data.draw(st.sampled_from((new, grouped(factors))))
+    shape, new = grouped(op_factors), grouped(list(data.draw(st.permutations(op_factors))))
+    new = data.draw(st.sampled_from((new, grouped(op_factors))))
     order = data.draw(st.one_of(st.none(), st.permutations(range(len(shape)))))
     x = distinct(rng, *shape)
     if shape != new or order is not None:
@@ -363,39 +363,45 @@ INDEXED = st.sampled_from(("batch", "row", "full", "part", "full at index"))
 def _draw_indexing(
     data: st.DataObject,
 ) -> tuple[list[str], list[int], list[int], list[int], list[int]]:
-    """Roles, sizes and window sizes of an operand's dimensions; batching and further dimensions of
+    """Logical axes, sizes and window sizes of an operand's dimensions; batching and further dimensions of
     the indices."""
-    roles = data.draw(st.lists(INDEXED, min_size=1, max_size=3))
-    if all(role in ("batch", "full") for role in roles):
-        roles[-1] = "row"
-    sizes = [data.draw(EVEN) for _ in roles]
+    logical_axes = data.draw(st.lists(INDEXED, min_size=1, max_size=3))
+    if all(logical_axis in ("batch", "full") for logical_axis in logical_axes):
+        logical_axes[-1] = "row"
+    sizes = [data.draw(EVEN) for _ in logical_axes]
     widths = [
         n
-        if role.startswith("full")
-        else (data.draw(st.integers(1, n - 1)) if role == "part" else 1)
-        for role, n in zip(roles, sizes, strict=True)
+        if logical_axis.startswith("full")
+        else (data.draw(st.integers(1, n - 1)) if logical_axis == "part" else 1)
+        for logical_axis, n in zip(logical_axes, sizes, strict=True)
     ]
-    batch = [n for role, n in zip(roles, sizes, strict=True) if role == "batch"]
+    batch = [
+        n for logical_axis, n in zip(logical_axes, sizes, strict=True) if logical_axis == "batch"
+    ]
     looked_up = data.draw(st.lists(EVEN, max_size=1))
-    return roles, sizes, widths, batch, looked_up
+    return logical_axes, sizes, widths, batch, looked_up
 
 
 def _indices(
-    rng: np.random.Generator, roles: list[str], sizes: list[int], batch: list[int], inside: bool
+    rng: np.random.Generator,
+    logical_axes: list[str],
+    sizes: list[int],
+    batch: list[int],
+    inside: bool,
 ) -> np.ndarray:
     """Index vectors, some out of bounds unless `inside`."""
     columns = [
         rng.integers(
-            0 if inside else -1, 1 if inside and role != "row" else n + (not inside), batch
+            0 if inside else -1, 1 if inside and logical_axis != "row" else n + (not inside), batch
         )
-        for role, n in zip(roles, sizes, strict=True)
-        if role in ("row", "part", "full at index")
+        for logical_axis, n in zip(logical_axes, sizes, strict=True)
+        if logical_axis in ("row", "part", "full at index")
     ]
     return np.stack(columns, axis=-1).astype(np.int32)
 
 
-def _dims(roles: list[str], *which: str) -> tuple[int, ...]:
-    return tuple(d for d, role in enumerate(roles) if role in which)
+def _dims(logical_axes: list[str], *which: str) -> tuple[int, ...]:
+    return tuple(d for d, logical_axis in enumerate(logical_axes) if logical_axis in which)
 
 
 MODES = st.sampled_from(("fill", "clip", "promise_in_bounds"))
@@ -407,17 +413,19 @@ def test_gather(data: st.DataObject) -> None:
     """Each dimension is batching, collapsed and indexed, or a window: whole or partial, indexed or
     not."""
     rng = np.random.default_rng(0)
-    roles, sizes, widths, batch, looked_up = _draw_indexing(data)
+    logical_axes, sizes, widths, batch, looked_up = _draw_indexing(data)
     mode = data.draw(MODES)
-    indices = _indices(rng, roles, sizes, batch + looked_up, inside=mode == "promise_in_bounds")
-    window = len(_dims(roles, "full", "part", "full at index"))
+    indices = _indices(
+        rng, logical_axes, sizes, batch + looked_up, inside=mode == "promise_in_bounds"
+    )
+    window = len(_dims(logical_axes, "full", "part", "full at index"))
     rank = len(batch) + len(looked_up) + window
     offset = tuple(sorted(data.draw(st.permutations(range(rank)))[:window]))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=offset,
-        collapsed_slice_dims=_dims(roles, "row"),
-        start_index_map=_dims(roles, "row", "part", "full at index"),
-        operand_batching_dims=_dims(roles, "batch"),
+        collapsed_slice_dims=_dims(logical_axes, "row"),
+        start_index_map=_dims(logical_axes, "row", "part", "full at index"),
+        operand_batching_dims=_dims(logical_axes, "batch"),
         start_indices_batching_dims=tuple(range(len(batch))),
     )
     holds(
@@ -433,7 +441,7 @@ def test_gather(data: st.DataObject) -> None:
 def test_scatter(data: st.DataObject) -> None:
     """As gather, for every way of combining; indices repeat."""
     rng = np.random.default_rng(0)
-    roles, sizes, widths, batch, looked_up = _draw_indexing(data)
+    logical_axes, sizes, widths, batch, looked_up = _draw_indexing(data)
     mode = data.draw(MODES)
     function, primitive = data.draw(
         st.sampled_from(
@@ -447,8 +455,10 @@ def test_scatter(data: st.DataObject) -> None:
             )
         )
     )
-    indices = _indices(rng, roles, sizes, batch + looked_up, inside=mode == "promise_in_bounds")
-    windows = _dims(roles, "full", "part", "full at index")
+    indices = _indices(
+        rng, logical_axes, sizes, batch + looked_up, inside=mode == "promise_in_bounds"
+    )
+    windows = _dims(logical_axes, "full", "part", "full at index")
     rank = len(batch) + len(looked_up) + len(windows)
     places = tuple(sorted(data.draw(st.permutations(range(rank)))[: len(windows)]))
     around = iter(batch + looked_up)
@@ -458,9 +468,9 @@ def test_scatter(data: st.DataObject) -> None:
     )
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=places,
-        inserted_window_dims=_dims(roles, "row"),
-        scatter_dims_to_operand_dims=_dims(roles, "row", "part", "full at index"),
-        operand_batching_dims=_dims(roles, "batch"),
+        inserted_window_dims=_dims(logical_axes, "row"),
+        scatter_dims_to_operand_dims=_dims(logical_axes, "row", "part", "full at index"),
+        operand_batching_dims=_dims(logical_axes, "batch"),
         scatter_indices_batching_dims=tuple(range(len(batch))),
     )
     holds(

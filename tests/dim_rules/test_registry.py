@@ -9,7 +9,7 @@ from collections import Counter
 import jax
 import pytest
 
-from autoshard.axes.sharding_rules import Coverage, LoopKind, known_primitives, rule_of
+from autoshard.axes.sharding_rules import Coverage, FactorKind, known_primitives, rule_of
 from autoshard.tracing.program import Eqn, Value
 
 NAMES = """
@@ -55,7 +55,7 @@ def _eqn(primitive: str) -> Eqn:
 @pytest.mark.parametrize("primitive", ["a_users_own", "scan", "pallas_call"])
 def test_unknown_structural_and_opaque_primitives_link_nothing(primitive: str) -> None:
     rule = rule_of(_eqn(primitive))
-    assert rule.kinds == (LoopKind.WHOLE,) * 6
+    assert rule.kinds == (FactorKind.NEED_REPLICATION,) * 6
     assert rule.operands + rule.results == ((0, 1), (2, 3), (4, 5))
 
 
@@ -63,7 +63,7 @@ def test_unknown_structural_and_opaque_primitives_link_nothing(primitive: str) -
 def test_strange_parameters_never_raise(primitive: str) -> None:
     """Every dimension has a loop even where the parameters are not there at all."""
     rule = rule_of(_eqn(primitive))
-    assert [len(loops) for loops in rule.operands + rule.results] == [2, 2, 2]
-    assert {loop for loops in rule.operands + rule.results for loop in loops} <= set(
+    assert [len(factors) for factors in rule.operands + rule.results] == [2, 2, 2]
+    assert {factor for factors in rule.operands + rule.results for factor in factors} <= set(
         range(len(rule.kinds))
     )

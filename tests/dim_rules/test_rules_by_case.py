@@ -8,7 +8,7 @@ import pytest
 from rule_cases import CASES, Case, primitives
 from rule_check import disproved, missing
 
-from autoshard.axes.sharding_rules import Coverage, LoopKind, known_primitives
+from autoshard.axes.sharding_rules import Coverage, FactorKind, known_primitives
 
 _NEEDS_A_MESH = "the identity, with a mesh or layout that a test without devices does not have"
 _POSITION = "its numbers depend on the position of an element in the whole array"
@@ -42,7 +42,7 @@ NOT_RUN = {
 
 LEFT_WHOLE = {
     "reshape[nothing in common]": "(6, 2) -> (4, 3): pieces of 6 and of 4 agree for common divisors only; to join such "
-    "sizes would put unlike dimensions into one logical axis",
+    "sizes would put unlike dimensions into one axis class",
 }
 """Cases with a cut that works, and that the rule leaves out on purpose."""
 
@@ -59,7 +59,7 @@ def test_rule_holds_when_run(case: Case) -> None:
 def test_no_link_is_missing(case: Case) -> None:
     app = case.make(np.random.default_rng(0))
     rule = known_primitives()[case.primitive].rule(app.eqn)
-    if set(rule.kinds) <= {LoopKind.PASS, LoopKind.REDUCED}:
+    if set(rule.kinds) <= {FactorKind.PASS_THROUGH, FactorKind.REDUCTION}:
         return
     others = [case.make(np.random.default_rng(seed)) for seed in (1, 2)]
     found = missing([app, *others], rule, case.tolerance)

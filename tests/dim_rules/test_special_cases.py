@@ -7,24 +7,31 @@ from typing import Any
 
 import pytest
 
-from autoshard.axes.sharding_rules import DimRule, LoopKind, reshape_rule, rule_of
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule, reshape_rule, rule_of
 from autoshard.axes.sharding_rules.reshaping import groups_of_equal_size
 from autoshard.axes.sharding_rules.windows import tiles_exactly
 from autoshard.tracing.program import Eqn, Value
 
-PASS, REDUCED, PERMUTED, WHOLE = LoopKind.PASS, LoopKind.REDUCED, LoopKind.PERMUTED, LoopKind.WHOLE
+PASS, REDUCED, PERMUTED, WHOLE = (
+    FactorKind.PASS_THROUGH,
+    FactorKind.REDUCTION,
+    FactorKind.PERMUTATION,
+    FactorKind.NEED_REPLICATION,
+)
 Shape = tuple[int, ...]
 
 
-def rule(primitive: str, operands: list[Shape], results: list[Shape], **params: Any) -> DimRule:
+def rule(
+    primitive: str, operands: list[Shape], results: list[Shape], **params: Any
+) -> ShardingRule:
     """Rule of a primitive on shapes alone."""
     shapes = [*operands, *results]
     values = tuple(Value(i, shape, "float32", 4) for i, shape in enumerate(shapes))
     return rule_of(Eqn(0, primitive, params, values[: len(operands)], values[len(operands) :]))
 
 
-def linked(found: DimRule) -> set[tuple[int, int]]:
-    """(operand dimension, result dimension) pairs of a reshape that are one PASS loop."""
+def linked(found: ShardingRule) -> set[tuple[int, int]]:
+    """(operand dimension, result dimension) pairs of a reshape that are one PASS_THROUGH loop."""
     return {
         (i, j)
         for i, a in enumerate(found.operands[0])
@@ -96,7 +103,7 @@ def test_update_of_a_whole_dimension_joins_and_of_a_part_does_not() -> None:
 def test_changed_dimensions_of_a_slice_correspond_without_being_one_axis() -> None:
     found = rule("dynamic_slice", [(4, 6), (), ()], [(4, 2)], slice_sizes=(4, 2))
     assert found.operands[0] == found.results[0]
-    assert [found.kinds[loop] for loop in found.operands[0]] == [PASS, PERMUTED]
+    assert [found.kinds[factor] for factor in found.operands[0]] == [PASS, PERMUTED]
 
 
 def test_every_other_element_passes() -> None:
@@ -133,7 +140,7 @@ def test_embedding_look_up() -> None:
 @pytest.mark.parametrize(
     ("primitive", "batch"), [("scatter-add", REDUCED), ("scatter-max", REDUCED), ("scatter", WHOLE)]
 )
-def test_scatter_into_rows(primitive: str, batch: LoopKind) -> None:
+def test_scatter_into_rows(primitive: str, batch: FactorKind) -> None:
     numbers = SimpleNamespace(
         update_window_dims=(1,),
         inserted_window_dims=(0,),
@@ -143,13 +150,13 @@ def test_scatter_into_rows(primitive: str, batch: LoopKind) -> None:
     )
     found = rule(primitive, [(64, 8), (6, 1), (6, 8)], [(64, 8)], dimension_numbers=numbers)
     assert found.operands[0] == found.results[0]
-    assert [found.kinds[loop] for loop in found.operands[0]] == [PASS, PASS]
+    assert [found.kinds[factor] for factor in found.operands[0]] == [PASS, PASS]
     assert found.operands[2] == (found.operands[1][0], found.operands[0][1])
     assert found.kinds[found.operands[1][0]] is batch
     assert found.combine == ("max" if primitive == "scatter-max" else "add")
 
 
-def _conv(lhs: Shape, rhs: Shape, out: Shape, **params: Any) -> DimRule:
+def _conv(lhs: Shape, rhs: Shape, out: Shape, **params: Any) -> ShardingRule:
     one = (1,) * (len(lhs) - 2)
     numbers = SimpleNamespace(
         **dict.fromkeys(("lhs_spec", "rhs_spec", "out_spec"), tuple(range(len(lhs))))
@@ -206,7 +213,7 @@ def test_broadcast_makes_new_dimensions_on_each_device() -> None:
     found = rule(
         "broadcast_in_dim", [(1, 6)], [(4, 3, 6)], shape=(4, 3, 6), broadcast_dimensions=(1, 2)
     )
-    assert [found.kinds[loop] for loop in found.results[0]] == [PASS, PASS, PASS]
+    assert [found.kinds[factor] for factor in found.results[0]] == [PASS, PASS, PASS]
     assert found.kinds[found.operands[0][0]] is WHOLE
     assert found.operands[0][1] == found.results[0][2]
 

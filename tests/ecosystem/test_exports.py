@@ -192,7 +192,7 @@ def test_a_levanter_like_dict_reads_the_logical_rules(
         )
 
 
-def test_names_are_mostly_the_roles(table: SpecTable) -> None:
+def test_names_are_mostly_the_logical_axes(table: SpecTable) -> None:
     rules, _ = logical(table)
     assert sum(":" in name for name, _ in rules) <= len(rules) // 2
 

@@ -157,16 +157,16 @@ def forward(model: Any, x: jax.Array) -> jax.Array:
     return model(x)
 
 
-def test_names_of_nnx_metadata_name_the_roles() -> None:
+def test_names_of_nnx_metadata_name_the_logical_axes() -> None:
     plan = autoshard.apply(
         forward, (annotated("embed", "mlp"), np.ones((8, 16), np.float32)), MESH, ["mlp->model"]
     )
     assert plan.specs["model/kernel/value"] == P(None, "model")
-    assert plan.table.inputs["model/kernel/value"].roles == ["embed", "mlp"]
-    assert plan.table.inputs["x"].roles[1] == "embed"
+    assert plan.table.inputs["model/kernel/value"].logical_axes == ["embed", "mlp"]
+    assert plan.table.inputs["x"].logical_axes[1] == "embed"
 
 
-def test_names_of_linen_boxes_name_the_roles() -> None:
+def test_names_of_linen_boxes_name_the_logical_axes() -> None:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ def test_fsdp_scan_on_cpu(version: str) -> None:
         # the activations 2x16 of one device, forward and backward
         Collective("all_reduce", ("model",), 5 * 2, 5 * 2 * (2 * (2 * 16 * 4) // 2)),
     )
-    assert all(op.trips_known for op in ops)
+    assert all(op.trip_count_known for op in ops)
     assert {op.source.partition(":")[0] for op in ops} == {"make_programs.py"}
     loss = next(op for op in ops if op.shape == "f32[]")
     assert loss.source == "make_programs.py:30"
@@ -51,7 +51,11 @@ def test_fsdp_scan_on_cpu(version: str) -> None:
 @pytest.mark.parametrize("version", BOTH_JAX)
 def test_nested_loops_on_cpu(version: str) -> None:
     ops = read_collectives(saved(f"cpu_loops_jax{version}"), MESH)
-    assert [(op.trips, op.trips_known) for op in ops] == [(12, True), (1, False), (1, False)]
+    assert [(op.trip_count, op.trip_count_known) for op in ops] == [
+        (12, True),
+        (1, False),
+        (1, False),
+    ]
     assert {op.axes for op in ops} == {("model",)}
     assert ops[0].sent_bytes == 2 * (4 * 16 * 4) // 2
     assert ops[0].total_bytes == 12 * ops[0].sent_bytes
@@ -93,7 +97,7 @@ def test_fsdp_scan_on_accelerators(program: str, merged: int) -> None:
         Collective("all_reduce", ("data",), 1, 6),
         Collective("all_reduce", ("model",), 10, 10 * _ACTIVATIONS),
     )
-    assert all(op.trips_known for op in ops)
+    assert all(op.trip_count_known for op in ops)
     assert all(op.source.startswith("train.py:") and op.op_name for op in ops)
 
 
@@ -172,7 +176,7 @@ def test_windowed_loop_without_a_known_trip_count() -> None:
     """The counter runs 1, 3, 5, 7 below 9; start, step and bound are behind a copy and a fusion."""
     (op,) = read_collectives(LOOP_OF_PERMUTES, MESH)
     assert (op.kind, op.axes, op.group_size) == ("collective_permute", ("data",), 4)
-    assert (op.trips, op.trips_known) == (4, True)
+    assert (op.trip_count, op.trip_count_known) == (4, True)
     assert op.sent_bytes == 128 * 256 * 2
     assert op.shape == "bf16[128,256]"
     assert op.op_name == "jit(f)/all-gather(x)/while(1)"
@@ -185,7 +189,7 @@ def test_loop_whose_bound_is_data_counts_once() -> None:
         "%bound = s32[]{:T(128)} constant(9)", "%bound = s32[]{:T(128)} negate(%j)"
     )
     (op,) = read_collectives(text, MESH)
-    assert (op.trips, op.trips_known) == (1, False)
+    assert (op.trip_count, op.trip_count_known) == (1, False)
 
 
 WRAPPED = """\

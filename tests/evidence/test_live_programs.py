@@ -103,8 +103,10 @@ def test_loops_nested_and_from_any_start(mesh: Mesh, evidence: Evidence, start: 
         return jax.lax.fori_loop(start, 9, lambda i, h: jax.lax.fori_loop(0, 2, inner, h), h)
 
     lowered = lower(mesh, fn, *_SUM_ARGS, out=P())
-    trips = (9 - start) * 2
-    assert evidence(lowered, mesh) == (Collective("all_reduce", MODEL, trips, trips * _SUM_BYTES),)
+    trip_count = (9 - start) * 2
+    assert evidence(lowered, mesh) == (
+        Collective("all_reduce", MODEL, trip_count, trip_count * _SUM_BYTES),
+    )
 
 
 def test_loop_whose_end_depends_on_data(mesh: Mesh) -> None:
@@ -116,7 +118,9 @@ def test_loop_whose_end_depends_on_data(mesh: Mesh) -> None:
     by_shardy = partition(lowered, dict(mesh.shape))
     assert isinstance(by_shardy, Partitioned)
     for ops in (by_text, by_shardy.ops):
-        assert [(op.kind, op.trips, op.trips_known) for op in ops] == [("all_reduce", 1, False)]
+        assert [(op.kind, op.trip_count, op.trip_count_known) for op in ops] == [
+            ("all_reduce", 1, False)
+        ]
 
 
 @EVIDENCE

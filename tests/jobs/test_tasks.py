@@ -334,7 +334,7 @@ def test_decisions_are_those_of_the_first(where: str) -> None:
     one, two = Tasks(where, "s"), Tasks(where, "s")
     assert one.decide("order", ["a", "b"]) == ["a", "b"]
     assert two.decide("order", ["b"]) == ["a", "b"]
-    large = [f"role.{i}->model" for i in range(20_000)]
+    large = [f"logical axis.{i}->model" for i in range(20_000)]
     assert two.decide("large", large) == one.decide("large", []) == large
 
 

@@ -95,8 +95,8 @@ def test_parts_of_a_transformer(decoder: Prepared) -> None:
     parts = find_parts(decoder.problem)
     names = {
         path: [
-            decoder.problem.roles.roles[r].name if r >= 0 else ""
-            for r in decoder.problem.roles.of_value[v.index]
+            decoder.problem.logical_axes.axes[r].name if r >= 0 else ""
+            for r in decoder.problem.logical_axes.of_value[v.index]
         ]
         for path, v in zip(
             decoder.traced.program.input_paths, decoder.traced.program.body.inputs, strict=True
@@ -154,16 +154,18 @@ def test_tensor_and_sequence_parallelism_share_the_mesh_axis(decoder: Prepared) 
     named = presets_of(decoder)[0]
     tp, sequence = named["tp"].rules, named["tp+sequence"].rules
     assert sequence[:-1] == tp
-    assert (sequence[-1].role, sequence[-1].mesh_axis) == (
+    assert (sequence[-1].logical_axis, sequence[-1].mesh_axis) == (
         find_parts(decoder.problem).sequence,
         "model",
     )
 
 
 def test_a_scanned_axis_is_in_no_preset(decoder: Prepared) -> None:
-    scanned = {r.name for r in decoder.problem.roles.roles if r.scanned}
+    scanned = {r.name for r in decoder.problem.logical_axes.axes if r.scanned}
     assert scanned
-    assert not scanned & {rule.role for p in presets_of(decoder)[0].values() for rule in p.rules}
+    assert not scanned & {
+        rule.logical_axis for p in presets_of(decoder)[0].values() for rule in p.rules
+    }
 
 
 def test_a_forward_pass_has_presets_too() -> None:

@@ -21,7 +21,7 @@ def problem_of(fn, args, **options):
     return autoshard.apply(fn, args, "data=4,model=2", [], **options).layout.problem
 
 
-def test_a_role_that_meets_itself_may_take_its_last_occurrence():
+def test_a_logical_axis_that_meets_itself_may_take_its_last_occurrence():
     problem = problem_of(lambda w: w @ w.T @ w, (np.ones((8, 16), np.float32),))
     rules = (AxisRule("w.0", "data"),)
     assert (AxisRule("w.0", "data", "last"),) in set(refinements(make_space(problem), rules))
@@ -41,7 +41,7 @@ def test_no_two_conditions_on_one_rule_give_the_same_layout():
         assert Layout(problem, rules).key() not in keys
 
 
-def test_a_new_rule_comes_under_a_condition_first_or_after_its_role():
+def test_a_new_rule_comes_under_a_condition_first_or_after_its_logical_axis():
     problem = problem_of(decoder_step, decoder_args(), donate_argnums=(0, 1))
     rules = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
     longer = [r for r in refinements(make_space(problem), rules) if len(r) > 2]
@@ -50,7 +50,7 @@ def test_a_new_rule_comes_under_a_condition_first_or_after_its_role():
         (new,) = set(changed) - set(rules)
         assert new.where.startswith(("with ", "without "))
         place = changed.index(new)
-        assert place == 0 or changed[place - 1].role == new.role
+        assert place == 0 or changed[place - 1].logical_axis == new.logical_axis
 
 
 def test_rules_that_state_nothing_go_and_the_program_stays():

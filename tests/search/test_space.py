@@ -13,7 +13,7 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.search.presets import find_parts, presets
 from autoshard.search.space import (
-    MAX_ROLES,
+    MAX_LOGICAL_AXES,
     PLACES,
     Space,
     every_list,
@@ -68,10 +68,10 @@ def test_rules_come_by_mesh_axis_and_place_and_the_optimizer_last(
         everywhere = [r for r in rules if r.where != OPTIMIZER]
         assert rules[: len(everywhere)] == tuple(everywhere)
         assert len({r.mesh_axis for r in rules}) <= 1
-        places = [int(point[f"{r.mesh_axis} {r.role}"]) for r in everywhere]
+        places = [int(point[f"{r.mesh_axis} {r.logical_axis}"]) for r in everywhere]
         assert places == sorted(places)
     assert len(set(rules_of(lists))) == sum(
-        bool(value) * (len(space.optimizer_roles) if name.endswith("(optimizer)") else 1)
+        bool(value) * (len(space.optimizer_axes) if name.endswith("(optimizer)") else 1)
         for name, value in point.items()
         if name != "first"
     )
@@ -118,21 +118,29 @@ def test_what_the_space_cannot_say_is_no_point(space: Space, rules: tuple[AxisRu
 
 
 def test_only_what_some_size_allows_is_offered(decoder: Prepared, space: Space) -> None:
-    sizes = {role.name: role.sizes for role in decoder.problem.roles.roles}
-    assert 0 < len(space.roles) <= MAX_ROLES
-    heads = [role for role in space.roles if sizes[role] == (6,)]
+    sizes = {
+        logical_axis.name: logical_axis.sizes for logical_axis in decoder.problem.logical_axes.axes
+    }
+    assert 0 < len(space.logical_axes) <= MAX_LOGICAL_AXES
+    heads = [logical_axis for logical_axis in space.logical_axes if sizes[logical_axis] == (6,)]
     assert heads
     assert set(heads) <= set(space.able["model"])
     assert not set(heads) & set(space.able["data"]), "4 does not divide 6 heads"
-    scanned = {role.name for role in decoder.problem.roles.roles if role.scanned}
-    assert not scanned & set(space.roles)
+    scanned = {
+        logical_axis.name
+        for logical_axis in decoder.problem.logical_axes.axes
+        if logical_axis.scanned
+    }
+    assert not scanned & set(space.logical_axes)
 
 
 def test_mesh_axes_of_one_device_and_optimizer_rules_without_state(decoder: Prepared) -> None:
     made = prepared(decoder_step, ARGS, mesh_of(data=4, one=1), donate_argnums=(0, 1))
     space = make_space(made.problem)
     assert set(space.able) == {"data"}
-    assert set(space.parameters()) == {f"data {role}" for role in space.able["data"]}
+    assert set(space.parameters()) == {
+        f"data {logical_axis}" for logical_axis in space.able["data"]
+    }
     assert space.parameters()[f"data {space.able['data'][0]}"] == tuple(range(PLACES + 1))
 
 
@@ -152,20 +160,22 @@ def test_exchanges_are_in_the_space(space: Space, data: st.DataObject) -> None:
         Layout(space.problem, rules_of(other))
         for rules in other:
             assert len({r.mesh_axis for r in rules}) <= 1
-            assert all(r.role in space.able[r.mesh_axis] for r in rules if r.where != OPTIMIZER)
+            assert all(
+                r.logical_axis in space.able[r.mesh_axis] for r in rules if r.where != OPTIMIZER
+            )
             assert len(set(rules)) == len(rules)
 
 
 def test_every_list_is_every_order_of_every_choice(decoder: Prepared) -> None:
     made = prepared(lambda w, x: x @ w, (array(8, 12), array(16, 8)), mesh_of(data=4, model=2))
     space = make_space(made.problem)
-    roles = space.able["model"]
+    logical_axes = space.able["model"]
     found = every_list(space, "model", 1000)
     assert found is not None
     assert (
         len(set(found))
         == len(found)
-        == sum(math.perm(len(roles), n) for n in range(len(roles) + 1))
+        == sum(math.perm(len(logical_axes), n) for n in range(len(logical_axes) + 1))
     )
     assert every_list(space, "model", len(found) - 1) is None
 

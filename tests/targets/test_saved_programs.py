@@ -34,7 +34,7 @@ def test_fsdp_on_gpu(version: str) -> None:
         Collective("reduce_scatter", ("data", "model"), 5, 10 * WEIGHT * 7 // 8),
         Collective("all_reduce", ("data", "model"), 1, 7),
     )
-    assert all(op.trips_known for op in ops)
+    assert all(op.trip_count_known for op in ops)
     assert read_cycles(saved("gpu_fsdp", version)) is None
 
 
@@ -44,14 +44,14 @@ def test_fsdp_on_tpu(version: str) -> None:
     ops = read_collectives(saved("tpu_fsdp", version), {"data": 4, "model": 2})
     gathered = [c for c in summarise(ops) if c.kind == "all_gather"]
     assert gathered == [Collective("all_gather", ("data", "model"), 20, 20 * WEIGHT * 7 // 8)]
-    assert all(op.trips_known for op in ops)
+    assert all(op.trip_count_known for op in ops)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_slices_send_to_each_other(version: str) -> None:
     ops = read_collectives(saved("tpu_slices", version), {"data": 4, "model": 2})
     assert any(op.kind == "collective_permute" and not op.axes for op in ops)
-    assert all(op.trips_known for op in ops)
+    assert all(op.trip_count_known for op in ops)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

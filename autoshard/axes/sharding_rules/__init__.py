@@ -1,4 +1,4 @@
-"""Dimension rules: for each primitive, which dimensions of its operands and results run over the
+"""Sharding rules: for each primitive, which dimensions of its operands and results run over the
 same loop.
 
 `rule_of` is the one way in. A primitive belongs to a family, one file each, and the registry holds
@@ -11,5 +11,5 @@ from autoshard.axes.sharding_rules.registry import known_primitives as known_pri
 from autoshard.axes.sharding_rules.registry import rule_of as rule_of
 from autoshard.axes.sharding_rules.reshaping import reshape_rule as reshape_rule
 from autoshard.axes.sharding_rules.rule import PICK as PICK
-from autoshard.axes.sharding_rules.rule import DimRule as DimRule
-from autoshard.axes.sharding_rules.rule import LoopKind as LoopKind
+from autoshard.axes.sharding_rules.rule import FactorKind as FactorKind
+from autoshard.axes.sharding_rules.rule import ShardingRule as ShardingRule

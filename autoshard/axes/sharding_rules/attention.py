@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Rule, whole_rule
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, whole_rule
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 _BIAS, _LENGTHS, _PACKED, _STATISTICS = 3, (4, 5), (6, 7, 8, 9), 10
@@ -21,7 +21,7 @@ _HEADS_FIRST = 1
 dimension."""
 
 
-def attention(eqn: Eqn) -> DimRule:
+def attention(eqn: Eqn) -> ShardingRule:
     """Batch passes; so do heads, those of queries and of keys in as many pieces. Packed sequences
     link nothing.
     """
@@ -41,7 +41,7 @@ def attention(eqn: Eqn) -> DimRule:
     elif len(results) > 1:
         made[1] = 1
     (batch_size, *_), heads_of_keys = operands[0], operands[1][heads]
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     for bias_dim, size, pieces, of_read, of_made in (
         (0, batch_size, batch_size, dict.fromkeys(read, 0), dict.fromkeys(made, 0)),
         (1, operands[0][heads], heads_of_keys, read, made),
@@ -59,8 +59,8 @@ def attention(eqn: Eqn) -> DimRule:
             }
             if len(sizes) > 1:
                 continue  # a batch that is repeated
-        loops.add(LoopKind.PASS, of_read.items(), of_made.items(), pieces=pieces)
-    return loops.rule()
+        factors.add(FactorKind.PASS_THROUGH, of_read.items(), of_made.items(), pieces=pieces)
+    return factors.rule()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

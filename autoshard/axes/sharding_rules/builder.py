@@ -1,24 +1,24 @@
-"""Builds a `DimRule`: loops are stated one by one, and what no loop was stated for becomes
-WHOLE.
+"""Builds a `ShardingRule`: loops are stated one by one, and what no loop was stated for becomes
+NEED_REPLICATION.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 Shape = tuple[int, ...]
 Place = tuple[int, int]
 """(position of the operand or result, dimension)."""
 
-Rule = Callable[[Eqn], DimRule]
+Rule = Callable[[Eqn], ShardingRule]
 
 _UNSTATED = -1
 
 
-class Loops:
+class RuleBuilder:
     """The loops of one equation while they are being stated; a dimension has at most one."""
 
     def __init__(self, operands: Sequence[Shape], results: Sequence[Shape]) -> None:
@@ -30,19 +30,19 @@ class Loops:
         """
         self.operands = tuple(tuple(shape) for shape in operands)
         self.results = tuple(tuple(shape) for shape in results)
-        self._kinds: list[LoopKind] = []
+        self._kinds: list[FactorKind] = []
         self._pieces: list[tuple[int, int]] = []
-        self._operand_loops = [[_UNSTATED] * len(shape) for shape in self.operands]
-        self._result_loops = [[_UNSTATED] * len(shape) for shape in self.results]
+        self._operand_factors = [[_UNSTATED] * len(shape) for shape in self.operands]
+        self._result_factors = [[_UNSTATED] * len(shape) for shape in self.results]
 
     @classmethod
-    def of(cls, eqn: Eqn) -> Loops:
+    def of(cls, eqn: Eqn) -> RuleBuilder:
         """No loops yet, over the operands and results of an equation."""
         return cls([v.shape for v in eqn.inputs], [v.shape for v in eqn.outputs])
 
     def add(
         self,
-        kind: LoopKind,
+        kind: FactorKind,
         operands: Iterable[Place] = (),
         results: Iterable[Place] = (),
         pieces: int | None = None,
@@ -55,17 +55,17 @@ class Loops:
             results: (result, dimension) pairs without a loop so far.
             pieces: It can be cut into a divisor of so many pieces only.
         """
-        loop = len(self._kinds)
+        factor = len(self._kinds)
         if pieces is not None:
-            self._pieces.append((loop, pieces))
+            self._pieces.append((factor, pieces))
         self._kinds.append(kind)
-        for places, table in ((operands, self._operand_loops), (results, self._result_loops)):
+        for places, table in ((operands, self._operand_factors), (results, self._result_factors)):
             for position, dim in places:
                 assert table[position][dim] == _UNSTATED, "a dimension has one loop"
-                table[position][dim] = loop
+                table[position][dim] = factor
 
     def add_prefix(self, count: int, operands: Iterable[int], results: Iterable[int]) -> None:
-        """States PASS loops over the first `count` dimensions of these operands and results (batch
+        """States PASS_THROUGH loops over the first `count` dimensions of these operands and results (batch
         dimensions).
 
         Args:
@@ -75,35 +75,38 @@ class Loops:
         """
         operands, results = tuple(operands), tuple(results)
         for dim in range(count):
-            self.add(LoopKind.PASS, [(i, dim) for i in operands], [(i, dim) for i in results])
+            self.add(
+                FactorKind.PASS_THROUGH, [(i, dim) for i in operands], [(i, dim) for i in results]
+            )
 
-    def rule(self, combine: str = "add") -> DimRule:
-        """The rule; each dimension that no loop was stated for has a WHOLE loop of its own.
+    def rule(self, combine: str = "add") -> ShardingRule:
+        """The rule; each dimension that no loop was stated for has a NEED_REPLICATION loop of its own.
 
         Args:
-            combine: How partial results of REDUCED loops are combined.
+            combine: How partial results of REDUCTION loops are combined.
 
         Returns:
             The rule; its loops are numbered as they were stated.
         """
         kinds = list(self._kinds)
 
-        def own_loop() -> int:
-            kinds.append(LoopKind.WHOLE)
+        def own_factor() -> int:
+            kinds.append(FactorKind.NEED_REPLICATION)
             return len(kinds) - 1
 
         def complete(table: list[list[int]]) -> tuple[tuple[int, ...], ...]:
             return tuple(
-                tuple(own_loop() if loop == _UNSTATED else loop for loop in row) for row in table
+                tuple(own_factor() if factor == _UNSTATED else factor for factor in row)
+                for row in table
             )
 
-        operands, results = complete(self._operand_loops), complete(self._result_loops)
-        return DimRule(tuple(kinds), operands, results, combine, tuple(self._pieces))
+        operands, results = complete(self._operand_factors), complete(self._result_factors)
+        return ShardingRule(tuple(kinds), operands, results, combine, tuple(self._pieces))
 
 
-def whole_rule(eqn: Eqn) -> DimRule:
-    """The rule that links nothing: a WHOLE loop for every dimension."""
-    return Loops.of(eqn).rule()
+def whole_rule(eqn: Eqn) -> ShardingRule:
+    """The rule that links nothing: a NEED_REPLICATION loop for every dimension."""
+    return RuleBuilder.of(eqn).rule()
 
 
 def ints(numbers: Iterable[object]) -> tuple[int, ...]:

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Rule, Shape
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, Shape
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def elementwise(eqn: Eqn) -> DimRule:
-    """Dimension d of every operand of the result's rank, and of every result, is one PASS loop.
+def elementwise(eqn: Eqn) -> ShardingRule:
+    """Dimension d of every operand of the result's rank, and of every result, is one PASS_THROUGH loop.
 
     A scalar operand (a predicate, a bound, a literal) has no dimension. An operand dimension of
     size 1 against a larger one is broadcast and has its own loop.
@@ -21,39 +21,39 @@ def elementwise(eqn: Eqn) -> DimRule:
 
 
 @functools.lru_cache(maxsize=4096)
-def _elementwise(operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> DimRule:
-    loops = Loops(operands, results)
-    shapes = loops.results or loops.operands
+def _elementwise(operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> ShardingRule:
+    factors = RuleBuilder(operands, results)
+    shapes = factors.results or factors.operands
     if not shapes:
-        return loops.rule()
+        return factors.rule()
     shape = max(shapes, key=len)
     for dim, size in enumerate(shape):
-        loops.add(
-            LoopKind.PASS,
+        factors.add(
+            FactorKind.PASS_THROUGH,
             [
                 (i, dim)
-                for i, s in enumerate(loops.operands)
+                for i, s in enumerate(factors.operands)
                 if len(s) == len(shape) and s[dim] == size
             ],
             [
                 (i, dim)
-                for i, s in enumerate(loops.results)
+                for i, s in enumerate(factors.results)
                 if len(s) == len(shape) and s[dim] == size
             ],
         )
-    return loops.rule()
+    return factors.rule()
 
 
-def operand_by_operand(eqn: Eqn) -> DimRule:
-    """Operand i is result i: each of its dimensions is a PASS loop, unrelated to the other
+def operand_by_operand(eqn: Eqn) -> ShardingRule:
+    """Operand i is result i: each of its dimensions is a PASS_THROUGH loop, unrelated to the other
     operands.
     """
-    loops = Loops.of(eqn)
-    for i, (operand, result) in enumerate(zip(loops.operands, loops.results, strict=True)):
+    factors = RuleBuilder.of(eqn)
+    for i, (operand, result) in enumerate(zip(factors.operands, factors.results, strict=True)):
         if operand == result:
             for dim in range(len(operand)):
-                loops.add(LoopKind.PASS, [(i, dim)], [(i, dim)])
-    return loops.rule()
+                factors.add(FactorKind.PASS_THROUGH, [(i, dim)], [(i, dim)])
+    return factors.rule()
 
 
 _ELEMENTWISE = """

@@ -1,6 +1,6 @@
 """Gather and scatter.
 
-The last dimension of the indices is the index vector: WHOLE. Splitting an indexed dimension of a
+The last dimension of the indices is the index vector: NEED_REPLICATION. Splitting an indexed dimension of a
 table leaves each device with its own rows: a gather looks up those that are its own and has zeros
 elsewhere (a partial sum); a scatter writes those that are its own. Both shift the indices by the
 start of the piece.
@@ -11,44 +11,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Place, Rule, ints
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Place, Rule, RuleBuilder, ints
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def gather(eqn: Eqn) -> DimRule:
+def gather(eqn: Eqn) -> ShardingRule:
     """Window dimensions taken whole pass, indexed dimensions of slice size 1 are reduced, other
-    windows are WHOLE.
+    windows are NEED_REPLICATION.
 
     Batch dimensions of the indices pass to the result (and, if they are batching dimensions, from
     the operand too).
     """
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     numbers = eqn.params["dimension_numbers"]
     slice_sizes = ints(eqn.params["slice_sizes"])
-    operand, indices = loops.operands[:2]
+    operand, indices = factors.operands[:2]
     offset_dims = ints(numbers.offset_dims)
     collapsed = ints(numbers.collapsed_slice_dims)
     batching = ints(getattr(numbers, "operand_batching_dims", ()))
     batching_of_indices = ints(getattr(numbers, "start_indices_batching_dims", ()))
-    batch_positions = [dim for dim in range(len(loops.results[0])) if dim not in offset_dims]
+    batch_positions = [dim for dim in range(len(factors.results[0])) if dim not in offset_dims]
 
     batch_operand = dict(zip(batching_of_indices, batching, strict=True))
     for dim, position in zip(range(len(indices) - 1), batch_positions, strict=True):
         places: list[Place] = [(1, dim)]
         if dim in batch_operand:
             places.append((0, batch_operand[dim]))
-        loops.add(LoopKind.PASS, places, [(0, position)])
+        factors.add(FactorKind.PASS_THROUGH, places, [(0, position)])
 
     window = [dim for dim in range(len(operand)) if dim not in collapsed and dim not in batching]
     for dim, position in zip(window, offset_dims, strict=True):
         if slice_sizes[dim] == operand[dim]:
-            loops.add(LoopKind.PASS, [(0, dim)], [(0, position)])
+            factors.add(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
         elif slice_sizes[dim] == 1:
-            loops.add(LoopKind.REDUCED, [(0, dim)])
+            factors.add(FactorKind.REDUCTION, [(0, dim)])
     for dim in collapsed:
-        loops.add(LoopKind.REDUCED, [(0, dim)])
-    return loops.rule()
+        factors.add(FactorKind.REDUCTION, [(0, dim)])
+    return factors.rule()
 
 
 _COMBINE = {
@@ -60,19 +60,19 @@ _COMBINE = {
 }
 
 
-def scatter(eqn: Eqn) -> DimRule:
+def scatter(eqn: Eqn) -> ShardingRule:
     """Every dimension of the operand continues in the result; the updates join where they are as
-    large, else WHOLE.
+    large, else NEED_REPLICATION.
 
-    The batch dimensions of the indices and of the updates are REDUCED for the variants that
+    The batch dimensions of the indices and of the updates are REDUCTION for the variants that
     combine: each device scatters its own updates, and the partial results are combined. *The
     operand counts once*: on all devices but one it stands for the identity of the operator (0 for
-    add and sub, 1 for mul; itself for min and max). For plain `scatter` they are WHOLE, since the
+    add and sub, 1 for mul; itself for min and max). For plain `scatter` they are NEED_REPLICATION, since the
     last update of an element wins.
     """
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     numbers = eqn.params["dimension_numbers"]
-    operand, indices, updates = loops.operands[:3]
+    operand, indices, updates = factors.operands[:3]
     update_windows = ints(numbers.update_window_dims)
     inserted = ints(numbers.inserted_window_dims)
     batching = ints(getattr(numbers, "operand_batching_dims", ()))
@@ -92,10 +92,12 @@ def scatter(eqn: Eqn) -> DimRule:
         if dim in batch_operand:
             joined[batch_operand[dim]] += places
         else:
-            loops.add(LoopKind.WHOLE if combine is None else LoopKind.REDUCED, places)
+            factors.add(
+                FactorKind.NEED_REPLICATION if combine is None else FactorKind.REDUCTION, places
+            )
     for dim in range(len(operand)):
-        loops.add(LoopKind.PASS, [(0, dim), *joined[dim]], [(0, dim)])
-    return loops.rule(combine or "add")
+        factors.add(FactorKind.PASS_THROUGH, [(0, dim), *joined[dim]], [(0, dim)])
+    return factors.rule(combine or "add")
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

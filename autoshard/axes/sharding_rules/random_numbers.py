@@ -9,66 +9,68 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Rule
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder
 from autoshard.axes.sharding_rules.elementwise import elementwise
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def made(eqn: Eqn) -> DimRule:
-    """Every dimension of every result is made by each device itself; operands are WHOLE."""
-    loops = Loops.of(eqn)
-    for i, shape in enumerate(loops.results):
+def made(eqn: Eqn) -> ShardingRule:
+    """Every dimension of every result is made by each device itself; operands are NEED_REPLICATION."""
+    factors = RuleBuilder.of(eqn)
+    for i, shape in enumerate(factors.results):
         for dim in range(len(shape)):
-            loops.add(LoopKind.PASS, results=[(i, dim)])
-    return loops.rule()
+            factors.add(FactorKind.PASS_THROUGH, results=[(i, dim)])
+    return factors.rule()
 
 
-def made_together(eqn: Eqn) -> DimRule:
+def made_together(eqn: Eqn) -> ShardingRule:
     """As `made`, for results of one shape that belong together."""
-    loops = Loops.of(eqn)
-    for dim in range(len(loops.results[0])):
-        loops.add(LoopKind.PASS, results=[(i, dim) for i in range(len(loops.results))])
-    return loops.rule()
+    factors = RuleBuilder.of(eqn)
+    for dim in range(len(factors.results[0])):
+        factors.add(
+            FactorKind.PASS_THROUGH, results=[(i, dim) for i in range(len(factors.results))]
+        )
+    return factors.rule()
 
 
-def made_from_keys(eqn: Eqn) -> DimRule:
+def made_from_keys(eqn: Eqn) -> ShardingRule:
     """Keys of shape S -> results of shape S + shape: the keys pass, the rest is made."""
-    loops = Loops.of(eqn)
-    keys = len(loops.operands[0])
-    for dim in range(len(loops.results[0])):
-        loops.add(LoopKind.PASS, [(0, dim)] if dim < keys else [], [(0, dim)])
-    return loops.rule()
+    factors = RuleBuilder.of(eqn)
+    keys = len(factors.operands[0])
+    for dim in range(len(factors.results[0])):
+        factors.add(FactorKind.PASS_THROUGH, [(0, dim)] if dim < keys else [], [(0, dim)])
+    return factors.rule()
 
 
-def keys_and_words(eqn: Eqn) -> DimRule:
-    """Keys of shape S <-> integers of shape S + words: S passes, the words of a key are WHOLE."""
-    loops = Loops.of(eqn)
-    loops.add_prefix(min(len(loops.operands[0]), len(loops.results[0])), (0,), (0,))
-    return loops.rule()
+def keys_and_words(eqn: Eqn) -> ShardingRule:
+    """Keys of shape S <-> integers of shape S + words: S passes, the words of a key are NEED_REPLICATION."""
+    factors = RuleBuilder.of(eqn)
+    factors.add_prefix(min(len(factors.operands[0]), len(factors.results[0])), (0,), (0,))
+    return factors.rule()
 
 
-def rng_bit_generator(eqn: Eqn) -> DimRule:
-    """State -> (next state, bits): the state is WHOLE, the bits are made."""
-    loops = Loops.of(eqn)
-    for dim in range(len(loops.results[1])):
-        loops.add(LoopKind.PASS, results=[(1, dim)])
-    return loops.rule()
+def rng_bit_generator(eqn: Eqn) -> ShardingRule:
+    """State -> (next state, bits): the state is NEED_REPLICATION, the bits are made."""
+    factors = RuleBuilder.of(eqn)
+    for dim in range(len(factors.results[1])):
+        factors.add(FactorKind.PASS_THROUGH, results=[(1, dim)])
+    return factors.rule()
 
 
-def random_gamma(eqn: Eqn) -> DimRule:
+def random_gamma(eqn: Eqn) -> ShardingRule:
     """(keys, shape parameters) -> results of the parameters' shape, whose leading dimensions are
     those of the keys.
     """
-    loops = Loops.of(eqn)
-    for dim, size in enumerate(loops.results[0]):
+    factors = RuleBuilder.of(eqn)
+    for dim, size in enumerate(factors.results[0]):
         places = [
             (i, dim)
-            for i, shape in enumerate(loops.operands)
+            for i, shape in enumerate(factors.operands)
             if dim < len(shape) and shape[dim] == size
         ]
-        loops.add(LoopKind.PASS, places, [(0, dim)])
-    return loops.rule()
+        factors.add(FactorKind.PASS_THROUGH, places, [(0, dim)])
+    return factors.rule()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

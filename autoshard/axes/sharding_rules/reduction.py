@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autoshard.axes.sharding_rules.builder import Loops, Rule, ints
-from autoshard.axes.sharding_rules.rule import PICK, DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, ints
+from autoshard.axes.sharding_rules.rule import PICK, FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 _COMBINE = {
@@ -23,54 +23,54 @@ _COMBINE = {
 _MONOIDS = frozenset(_COMBINE.values())
 
 
-def _keep(loops: Loops, operands: int, axes: tuple[int, ...]) -> None:
-    """States PASS loops over the dimensions that the reduction keeps."""
-    kept = [dim for dim in range(len(loops.operands[0])) if dim not in axes]
+def _keep(factors: RuleBuilder, operands: int, axes: tuple[int, ...]) -> None:
+    """States PASS_THROUGH loops over the dimensions that the reduction keeps."""
+    kept = [dim for dim in range(len(factors.operands[0])) if dim not in axes]
     for position, dim in enumerate(kept):
-        loops.add(
-            LoopKind.PASS,
+        factors.add(
+            FactorKind.PASS_THROUGH,
             [(i, dim) for i in range(operands)],
-            [(i, position) for i in range(len(loops.results))],
+            [(i, position) for i in range(len(factors.results))],
         )
 
 
-def reduce_axes(eqn: Eqn) -> DimRule:
+def reduce_axes(eqn: Eqn) -> ShardingRule:
     """Reduces `axes` with an operator that combines partial results; the other dimensions pass."""
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     axes = ints(eqn.params["axes"])
-    _keep(loops, 1, axes)
+    _keep(factors, 1, axes)
     for dim in axes:
-        loops.add(LoopKind.REDUCED, [(0, dim)])
-    return loops.rule(_COMBINE[eqn.primitive])
+        factors.add(FactorKind.REDUCTION, [(0, dim)])
+    return factors.rule(_COMBINE[eqn.primitive])
 
 
-def arg_reduce(eqn: Eqn) -> DimRule:
+def arg_reduce(eqn: Eqn) -> ShardingRule:
     """Argmax and argmin: of the partial results, which come with their values, the best is
     picked.
     """
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     axes = ints(eqn.params["axes"])
-    _keep(loops, 1, axes)
+    _keep(factors, 1, axes)
     for dim in axes:
-        loops.add(LoopKind.REDUCED, [(0, dim)])
-    return loops.rule(PICK)
+        factors.add(FactorKind.REDUCTION, [(0, dim)])
+    return factors.rule(PICK)
 
 
-def reduce(eqn: Eqn) -> DimRule:
+def reduce(eqn: Eqn) -> ShardingRule:
     """The general form: operands, then as many scalar initial values.
 
     If the body is one operator that combines (add, max, ...) for every operand, the reduced
-    dimensions are REDUCED, and the initial values count on one device only; else they are WHOLE.
+    dimensions are REDUCTION, and the initial values count on one device only; else they are NEED_REPLICATION.
     """
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     count = len(eqn.outputs)
     axes = ints(eqn.params["dimensions"])
-    _keep(loops, count, axes)
+    _keep(factors, count, axes)
     combine = _monoid(eqn.params.get("jaxpr"), count)
-    kind = LoopKind.WHOLE if combine is None else LoopKind.REDUCED
+    kind = FactorKind.NEED_REPLICATION if combine is None else FactorKind.REDUCTION
     for dim in axes:
-        loops.add(kind, [(i, dim) for i in range(count)])
-    return loops.rule(combine or "add")
+        factors.add(kind, [(i, dim) for i in range(count)])
+    return factors.rule(combine or "add")
 
 
 def _monoid(jaxpr: Any, count: int) -> str | None:
@@ -92,13 +92,17 @@ def _monoid(jaxpr: Any, count: int) -> str | None:
     return str(names.pop())
 
 
-def scan_axis(eqn: Eqn) -> DimRule:
-    """Cumsum and its like: the dimension scanned is WHOLE, the others pass."""
-    loops = Loops.of(eqn)
+def scan_axis(eqn: Eqn) -> ShardingRule:
+    """Cumsum and its like: the dimension scanned is NEED_REPLICATION, the others pass."""
+    factors = RuleBuilder.of(eqn)
     axis = int(eqn.params["axis"])
-    for dim in range(len(loops.operands[0])):
-        loops.add(LoopKind.WHOLE if dim == axis else LoopKind.PASS, [(0, dim)], [(0, dim)])
-    return loops.rule()
+    for dim in range(len(factors.operands[0])):
+        factors.add(
+            FactorKind.NEED_REPLICATION if dim == axis else FactorKind.PASS_THROUGH,
+            [(0, dim)],
+            [(0, dim)],
+        )
+    return factors.rule()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -22,7 +22,7 @@ from autoshard.axes.sharding_rules import (
     windows,
 )
 from autoshard.axes.sharding_rules.builder import Rule, whole_rule
-from autoshard.axes.sharding_rules.rule import DimRule
+from autoshard.axes.sharding_rules.rule import ShardingRule
 from autoshard.tracing.program import Eqn
 
 
@@ -30,7 +30,7 @@ class Coverage(enum.Enum):
     """What the registry knows of a primitive.
 
     RULE: its rule relates dimensions.
-    STRUCTURAL: it has bodies, and `Eqn.ties` relate dimensions; its rule links nothing.
+    STRUCTURAL: it has bodies, and `Eqn.mappings` relate dimensions; its rule links nothing.
     OPAQUE: it links nothing on purpose.
     """
 
@@ -108,8 +108,8 @@ def known_primitives() -> Mapping[str, Entry]:
     return _ENTRIES
 
 
-def rule_of(eqn: Eqn) -> DimRule:
-    """The dimension rule of an equation; never raises.
+def rule_of(eqn: Eqn) -> ShardingRule:
+    """The sharding rule of an equation; never raises.
 
     An unknown primitive, or one whose parameters are not as its rule expects (another jax, an
     extended shape), links nothing: that costs a layout, never a result.

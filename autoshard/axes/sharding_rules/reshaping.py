@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Rule, Shape, ints
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, Shape, ints
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 Group = tuple[list[int], list[int]]
@@ -47,14 +47,14 @@ def reshape_rule(
     out_shape: Shape,
     skip_in: frozenset[int] = frozenset(),
     skip_out: frozenset[int] = frozenset(),
-) -> DimRule:
+) -> ShardingRule:
     """The rule of a reshape, in which the major dimensions of a group of factors are one loop.
 
     Both shapes are divided into groups of dimensions that hold equally many elements. A dimension
     that is a group by itself on both sides is unchanged and passes. Otherwise the major (first)
-    dimension of the group on either side share a PASS loop if one size is a multiple of the other:
+    dimension of the group on either side share a PASS_THROUGH loop if one size is a multiple of the other:
     k pieces of the larger are k pieces of the smaller, whenever k divides the smaller. All others
-    are WHOLE.
+    are NEED_REPLICATION.
 
     A skipped dimension does not take the loop of its group: the next one does. In `(B) -> (n_micro,
     b)` with `skip_out={0}`, B continues in b. Such a split is not contiguous: a piece of B is not a
@@ -75,20 +75,20 @@ def reshape_rule(
     >>> reshape_rule((8, 5), (4, 2, 5), skip_out=frozenset({0})).results
     ((2, 0, 1),)
     """
-    loops = Loops([in_shape], [out_shape])
+    factors = RuleBuilder([in_shape], [out_shape])
     if 0 in in_shape or 0 in out_shape:
         for dim, (a, b) in enumerate(zip(in_shape, out_shape, strict=False)):
             if a != b:
                 break
-            loops.add(LoopKind.PASS, [(0, dim)], [(0, dim)])
-        return loops.rule()
+            factors.add(FactorKind.PASS_THROUGH, [(0, dim)], [(0, dim)])
+        return factors.rule()
     for dims_in, dims_out in groups_of_equal_size(in_shape, out_shape):
         unchanged = len(dims_in) == len(dims_out) == 1
         i = next((dim for dim in dims_in if unchanged or dim not in skip_in), None)
         j = next((dim for dim in dims_out if unchanged or dim not in skip_out), None)
         if i is not None and j is not None and _multiples(in_shape[i], out_shape[j]):
-            loops.add(LoopKind.PASS, [(0, i)], [(0, j)])
-    return loops.rule()
+            factors.add(FactorKind.PASS_THROUGH, [(0, i)], [(0, j)])
+    return factors.rule()
 
 
 def _multiples(a: int, b: int) -> bool:
@@ -96,22 +96,22 @@ def _multiples(a: int, b: int) -> bool:
     return a % b == 0 or b % a == 0
 
 
-def reshape(eqn: Eqn) -> DimRule:
+def reshape(eqn: Eqn) -> ShardingRule:
     """A reshape, perhaps of the transposed operand (`dimensions`)."""
     in_shape, out_shape = eqn.inputs[0].shape, eqn.outputs[0].shape
     order = eqn.params.get("dimensions")
     if order is None:
         rule = reshape_rule(in_shape, out_shape)
-        loops = rule.operands[0]
+        factors = rule.operands[0]
     else:
         rule = reshape_rule(tuple(in_shape[int(dim)] for dim in order), out_shape)
-        loop_of = dict(zip(ints(order), rule.operands[0], strict=True))
-        loops = tuple(loop_of[dim] for dim in range(len(in_shape)))
-    others = Loops([v.shape for v in eqn.inputs[1:]], []).rule()
+        factor_of = dict(zip(ints(order), rule.operands[0], strict=True))
+        factors = tuple(factor_of[dim] for dim in range(len(in_shape)))
+    others = RuleBuilder([v.shape for v in eqn.inputs[1:]], []).rule()
     first = len(rule.kinds)
-    return DimRule(
+    return ShardingRule(
         rule.kinds + others.kinds,
-        (loops, *(tuple(loop + first for loop in row) for row in others.operands)),
+        (factors, *(tuple(factor + first for factor in row) for row in others.operands)),
         rule.results,
     )
 

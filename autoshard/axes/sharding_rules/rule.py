@@ -1,9 +1,9 @@
-"""What a dimension rule says: the loops of an equation, and over which loop each dimension of its
+"""What a sharding rule says: the loops of an equation, and over which loop each dimension of its
 arrays runs.
 
 A rule is a claim that can be checked by running it: *cut all dimensions of one loop into pieces
 together, run the primitive on the pieces, and the pieces of the results follow* -- by concatenation
-(`PASS`), or by combining them (`REDUCED`). `PERMUTED` and `WHOLE` loops are those of which this is
+(`PASS_THROUGH`), or by combining them (`REDUCTION`). `PERMUTATION` and `NEED_REPLICATION` loops are those of which this is
 not true.
 """
 
@@ -13,25 +13,25 @@ import enum
 from dataclasses import dataclass
 
 
-class LoopKind(enum.StrEnum):
+class FactorKind(enum.StrEnum):
     """How a loop dimension behaves when it is split over devices (the four kinds of Shardy's own
     rules).
 
-    PASS: the same dimension in all its operands and results; a split costs nothing. A loop that
-    occurs in results only (iota, the new dimensions of a broadcast, random bits) is PASS too: every
-    device can make its own part. REDUCED: occurs in operands only; a split leaves a partial result
-    on each device (all_reduce or reduce_scatter). PERMUTED: can be split at the price of a halo or
+    PASS_THROUGH: the same dimension in all its operands and results; a split costs nothing. A loop that
+    occurs in results only (iota, the new dimensions of a broadcast, random bits) is PASS_THROUGH too: every
+    device can make its own part. REDUCTION: occurs in operands only; a split leaves a partial result
+    on each device (all_reduce or reduce_scatter). PERMUTATION: can be split at the price of a halo or
     reshard (slice, pad, concatenate, reverse, spatial convolution). The dimensions of operands and
-    results that it covers are *not* the same logical axis. WHOLE: must be gathered first (the
+    results that it covers are *not* the same axis class. NEED_REPLICATION: must be gathered first (the
     sorted or transformed dimension, the index vector).
 
     Text, because rules are hashed often, and a plain Enum's hash is computed in Python.
     """
 
-    PASS = "pass"
-    REDUCED = "reduced"
-    PERMUTED = "permuted"
-    WHOLE = "whole"
+    PASS_THROUGH = "pass_through"
+    REDUCTION = "reduction"
+    PERMUTATION = "permutation"
+    NEED_REPLICATION = "need_replication"
 
 
 PICK = "pick"
@@ -41,23 +41,23 @@ operands)."""
 
 
 @dataclass(frozen=True, slots=True)
-class DimRule:
+class ShardingRule:
     """The loops of one equation.
 
     Attributes:
         kinds: The kind of each loop.
         operands: For each operand, the loop of each of its dimensions.
         results: For each result, the loop of each of its dimensions.
-        combine: For REDUCED loops, how partial results are combined: `add`, `max`, `min`, `mul`,
+        combine: For REDUCTION loops, how partial results are combined: `add`, `max`, `min`, `mul`,
             `and`, `or`, `xor`, or `PICK`.
         pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that
             divide their sizes.
 
-    A dimension always has a loop. A dimension that is related to nothing has a WHOLE loop of its
+    A dimension always has a loop. A dimension that is related to nothing has a NEED_REPLICATION loop of its
     own.
     """
 
-    kinds: tuple[LoopKind, ...]
+    kinds: tuple[FactorKind, ...]
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     combine: str = "add"

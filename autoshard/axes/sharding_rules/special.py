@@ -7,18 +7,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Rule
-from autoshard.axes.sharding_rules.rule import DimRule
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder
+from autoshard.axes.sharding_rules.rule import ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def bitcast_convert_type(eqn: Eqn) -> DimRule:
+def bitcast_convert_type(eqn: Eqn) -> ShardingRule:
     """All dimensions pass but the last of the operand or result that has one more (the parts of an
     element).
     """
-    loops = Loops.of(eqn)
-    loops.add_prefix(min(len(loops.operands[0]), len(loops.results[0])), (0,), (0,))
-    return loops.rule()
+    factors = RuleBuilder.of(eqn)
+    factors.add_prefix(min(len(factors.operands[0]), len(factors.results[0])), (0,), (0,))
+    return factors.rule()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType({"bitcast_convert_type": bitcast_convert_type})
@@ -31,7 +31,7 @@ _WITH_BODIES = """
 """
 
 STRUCTURAL: frozenset[str] = frozenset(_WITH_BODIES.split())
-"""Primitives with bodies: how their dimensions relate is stated by `Eqn.ties`."""
+"""Primitives with bodies: how their dimensions relate is stated by `Eqn.mappings`."""
 
 _COLLECTIVE = """
     all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start

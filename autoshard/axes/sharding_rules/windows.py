@@ -1,6 +1,6 @@
 """Windows that slide: convolution, reduce_window and its gradients.
 
-A sliding dimension is PERMUTED (a split needs a halo), unless its windows do not overlap and fill
+A sliding dimension is PERMUTATION (a split needs a halo), unless its windows do not overlap and fill
 it exactly: then a split between windows is local, and it passes (patch embeddings, 2x2 pooling, 1x1
 convolutions).
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Loops, Place, Rule, ints
-from autoshard.axes.sharding_rules.rule import DimRule, LoopKind
+from autoshard.axes.sharding_rules.builder import Place, Rule, RuleBuilder, ints
+from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
@@ -41,18 +41,18 @@ def tiles_exactly(
     )
 
 
-def conv_general_dilated(eqn: Eqn) -> DimRule:
-    """Batch and output features pass, input features are reduced, space is PERMUTED or passes (see
+def conv_general_dilated(eqn: Eqn) -> ShardingRule:
+    """Batch and output features pass, input features are reduced, space is PERMUTATION or passes (see
     `tiles_exactly`).
 
     With groups (of features or of the batch) the group is the major factor of three dimensions:
     input features (or batch) of the left operand, output features of the kernel, output features of
-    the result; they share a PASS loop, which is exact for splits that divide the number of groups.
-    What is left inside a group is WHOLE.
+    the result; they share a PASS_THROUGH loop, which is exact for splits that divide the number of groups.
+    What is left inside a group is NEED_REPLICATION.
 
-    A kernel as large as the image, without padding, is a contraction over space: REDUCED.
+    A kernel as large as the image, without padding, is a contraction over space: REDUCTION.
     """
-    loops = Loops.of(eqn)
+    factors = RuleBuilder.of(eqn)
     params = eqn.params
     numbers = params["dimension_numbers"]
     image, kernel, out = ints(numbers.lhs_spec), ints(numbers.rhs_spec), ints(numbers.out_spec)
@@ -65,29 +65,33 @@ def conv_general_dilated(eqn: Eqn) -> DimRule:
     if batch_groups > 1:
         out_features.append((0, image[0]))
     else:
-        loops.add(LoopKind.PASS, [(0, image[0])], [(0, out[0])])
+        factors.add(FactorKind.PASS_THROUGH, [(0, image[0])], [(0, out[0])])
     if feature_groups > 1:
         out_features.append((0, image[1]))
     else:
-        loops.add(LoopKind.REDUCED, [(0, image[1]), (1, kernel[1])])
-    loops.add(LoopKind.PASS, out_features, [(0, out[1])])
+        factors.add(FactorKind.REDUCTION, [(0, image[1]), (1, kernel[1])])
+    factors.add(FactorKind.PASS_THROUGH, out_features, [(0, out[1])])
 
     for axis in range(len(image) - 2):
         i, k, o = image[axis + 2], kernel[axis + 2], out[axis + 2]
         padding = ints(params["padding"][axis])
-        size, window, windows = loops.operands[0][i], loops.operands[1][k], loops.results[0][o]
+        size, window, windows = (
+            factors.operands[0][i],
+            factors.operands[1][k],
+            factors.results[0][o],
+        )
         dilations = int(params["lhs_dilation"][axis]), int(params["rhs_dilation"][axis])
         stride = int(params["window_strides"][axis])
         if size == window > 1 and windows == 1 and dilations == (1, 1) and padding == (0, 0):
-            loops.add(LoopKind.REDUCED, [(0, i), (1, k)])
+            factors.add(FactorKind.REDUCTION, [(0, i), (1, k)])
         elif tiles_exactly(size, windows, window, stride, (padding[0], padding[1]), *dilations):
-            loops.add(LoopKind.PASS, [(0, i)], [(0, o)])
+            factors.add(FactorKind.PASS_THROUGH, [(0, i)], [(0, o)])
         else:
-            loops.add(LoopKind.PERMUTED, [(0, i)], [(0, o)])
-    return loops.rule()
+            factors.add(FactorKind.PERMUTATION, [(0, i)], [(0, o)])
+    return factors.rule()
 
 
-def _slides(eqn: Eqn, operands: tuple[int, ...], windowed: tuple[int, int]) -> DimRule:
+def _slides(eqn: Eqn, operands: tuple[int, ...], windowed: tuple[int, int]) -> ShardingRule:
     """The rule of a primitive whose listed operands and results all have one rank, one window for
     all.
 
@@ -97,8 +101,8 @@ def _slides(eqn: Eqn, operands: tuple[int, ...], windowed: tuple[int, int]) -> D
         windowed: Shapes (position among operands then results) of which the first is divided into
             windows, and of which the second has an element per window.
     """
-    loops = Loops.of(eqn)
-    shapes = loops.operands + loops.results
+    factors = RuleBuilder.of(eqn)
+    shapes = factors.operands + factors.results
     params = eqn.params
     rank = len(shapes[windowed[0]])
     ones = (1,) * rank
@@ -113,31 +117,33 @@ def _slides(eqn: Eqn, operands: tuple[int, ...], windowed: tuple[int, int]) -> D
             base_dilation=int(params.get("base_dilation", ones)[dim]),
             window_dilation=int(params.get("window_dilation", ones)[dim]),
         )
-        kind = LoopKind.PASS if exact else LoopKind.PERMUTED
-        loops.add(kind, [(i, dim) for i in operands], [(i, dim) for i in range(len(loops.results))])
-    return loops.rule()
+        kind = FactorKind.PASS_THROUGH if exact else FactorKind.PERMUTATION
+        factors.add(
+            kind, [(i, dim) for i in operands], [(i, dim) for i in range(len(factors.results))]
+        )
+    return factors.rule()
 
 
-def reduce_window(eqn: Eqn) -> DimRule:
+def reduce_window(eqn: Eqn) -> ShardingRule:
     """Operands (and, in the general form, as many scalar initial values) -> as many results."""
     return _slides(eqn, tuple(range(len(eqn.outputs))), windowed=(0, len(eqn.inputs)))
 
 
-def select_and_scatter(eqn: Eqn) -> DimRule:
+def select_and_scatter(eqn: Eqn) -> ShardingRule:
     """(operand, source, initial value) -> a result of the operand's shape; the source has an
     element per window.
     """
     return _slides(eqn, (0, 1), windowed=(0, 1))
 
 
-def select_and_scatter_add(eqn: Eqn) -> DimRule:
+def select_and_scatter_add(eqn: Eqn) -> ShardingRule:
     """(source, operand) -> a result of the operand's shape; the source has an element per
     window.
     """
     return _slides(eqn, (0, 1), windowed=(1, 0))
 
 
-def select_and_gather_add(eqn: Eqn) -> DimRule:
+def select_and_gather_add(eqn: Eqn) -> ShardingRule:
     """(tangents, operand) -> an element per window."""
     return _slides(eqn, (0, 1), windowed=(0, 2))
 
