@@ -27,7 +27,7 @@ from autoshard.errors import TableError as TableError
 from autoshard.errors import TargetError as TargetError
 from autoshard.errors import TraceError as TraceError
 from autoshard.evaluate.effort import Effort as Effort
-from autoshard.evidence.candidate import Trial as Trial
+from autoshard.evidence.candidate import Candidate as Candidate
 from autoshard.layout.axis_rule import AxisRule as AxisRule
 from autoshard.layout.pins import Only as Only
 from autoshard.plan import Plan as Plan

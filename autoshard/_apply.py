@@ -27,7 +27,7 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
 from autoshard.search.presets import presets
-from autoshard.table.rebind import rederive
+from autoshard.table.rebind import rebind_table
 from autoshard.table.spec_table import SpecTable
 from autoshard.tracing.carry import Carry
 from autoshard.tracing.signature import Call
@@ -104,7 +104,7 @@ def apply(
     if isinstance(layout, Plan):
         rules, inside = layout.rules, layout.layout.inside
     elif isinstance(layout, SpecTable):
-        derived = rederive(layout, prepared)
+        derived = rebind_table(layout, prepared)
         problem, rules, inside = derived.layout.problem, derived.layout.rules, derived.layout.inside
         notes += derived.notes
         said = (

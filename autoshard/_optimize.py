@@ -28,14 +28,14 @@ from autoshard.devices.topology import require_compiler
 from autoshard.errors import (
     ArgumentError,
 )
-from autoshard.evaluate.candidate import Candidate
-from autoshard.evaluate.device_runner import Bench
+from autoshard.evaluate.device_runner import DeviceRunner
 from autoshard.evaluate.effort import Effort
-from autoshard.evaluate.evaluation import Race
+from autoshard.evaluate.entry import Entry
+from autoshard.evaluate.evaluation import Evaluation
 from autoshard.evaluate.inputs import inputs_for
-from autoshard.evaluate.multiprocess import LeadersBench, Outcome, follow, identity_of, joined
-from autoshard.evaluate.selection import best_so_far, climb
-from autoshard.evaluate.target_selection import climb_target
+from autoshard.evaluate.multiprocess import MultiProcessRunner, Outcome, follow, identity_of, joined
+from autoshard.evaluate.selection import best_so_far, select
+from autoshard.evaluate.target_selection import select_on_target
 from autoshard.evidence.throughput import Throughput, checked_samples
 from autoshard.joint_search import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.layout.layout import Layout
@@ -187,8 +187,10 @@ def optimize(
     sharing = sharing or Sharing()
     with (
         Interrupts() as interrupts,
-        joined(request.mesh, sharing.patience_s, interrupts) as agreement,
-        Progress(progress and (agreement is None or agreement.leads), interrupts) as reporter,
+        joined(request.mesh, sharing.patience_s, interrupts) as process_group,
+        Progress(
+            progress and (process_group is None or process_group.leads), interrupts
+        ) as reporter,
         isolation as isolated,
         compilers as pool,
         ExitStack() as stack,
@@ -196,13 +198,13 @@ def optimize(
         prepared = prepare(request, call)
         problem, program = prepared.problem, prepared.traced.program
         identity = _identity(prepared, machine, budget_bytes, compiler_options)
-        bench = Bench(prepared, inputs_for(call, program), compiler_options)
-        if agreement is not None:
-            agreement.same(identity_of(prepared, identity))
-            bench.peers = agreement
-            if not agreement.leads:
-                return _planned(bench, follow(agreement, bench, interrupts))
-            bench = LeadersBench(prepared, bench.inputs, compiler_options, agreement, agreement=agreement,
+        runner = DeviceRunner(prepared, inputs_for(call, program), compiler_options)
+        if process_group is not None:
+            process_group.same(identity_of(prepared, identity))
+            runner.peers = process_group
+            if not process_group.leads:
+                return _planned(runner, follow(process_group, runner, interrupts))
+            runner = MultiProcessRunner(prepared, runner.inputs, compiler_options, process_group, process_group=process_group,
                                  interrupts=interrupts)  # fmt: skip
         reporter.say(
             f"{program.name}: {len(program.eqns)} equations, {problem.logical_axes.classes.count} logical "
@@ -216,8 +218,8 @@ def optimize(
         shared = stack.enter_context(
             join(storage, study, sharing, identity, f"{seed} {effort.counts}")
         )
-        if agreement is not None:
-            agreement.on_lost = shared.lose
+        if process_group is not None:
+            process_group.on_lost = shared.lose
         proposals = shared.propose(
             lambda: propose(
                 problem,
@@ -231,26 +233,28 @@ def optimize(
         )
         bound = _bound_text(proposals, predictor)
         reporter.say(f"{proposals.evaluations} distinct layouts predicted; {bound}")
-        race = Race(prepared, predictor, shared, bench, budget_bytes, compiler_options, reporter)
-        race.isolation = isolated
-        race.deadline_s = None if effort.seconds is None else started + effort.seconds
+        evaluation = Evaluation(
+            prepared, predictor, shared, runner, budget_bytes, compiler_options, reporter
+        )
+        evaluation.isolation = isolated
+        evaluation.deadline_s = None if effort.seconds is None else started + effort.seconds
         interrupted = proposals.interrupted
         try:
             if interrupted:
-                winner = best_so_far(race, proposals)
+                winner = best_so_far(evaluation, proposals)
             elif pool is not None:
-                winner = climb_target(race, proposals, effort, pool)
+                winner = select_on_target(evaluation, proposals, effort, pool)
             else:
-                winner = climb(race, proposals, effort)
+                winner = select(evaluation, proposals, effort)
         except KeyboardInterrupt:
             interrupted = True
-            winner = best_so_far(race, proposals)
+            winner = best_so_far(evaluation, proposals)
         if interrupted:
             reporter.say("interrupted; returning the best so far")
-        advice = _advice(race, winner) if effort.compiled and not interrupted else ()
+        advice = _advice(evaluation, winner) if effort.compiled and not interrupted else ()
         throughput = predictor.throughput(winner.layout, samples)
         outcome = _outcome(
-            race,
+            evaluation,
             proposals,
             winner,
             bound,
@@ -259,20 +263,20 @@ def optimize(
             interrupted,
             time.monotonic() - began,
         )
-        if agreement is not None:
-            agreement.last_command("outcome", **msgspec.to_builtins(outcome))
-        return _planned(bench, outcome)
+        if process_group is not None:
+            process_group.last_command("outcome", **msgspec.to_builtins(outcome))
+        return _planned(runner, outcome)
 
 
-def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
-    race.progress.doing("looking for changes of the program that would gain more")
-    backend = backend_for(race.prepared.request.mesh.platform)
+def _advice(evaluation: Evaluation, winner: Entry) -> tuple[str, ...]:
+    evaluation.progress.doing("looking for changes of the program that would gain more")
+    backend = backend_for(evaluation.prepared.request.mesh.platform)
     case = Advised(
-        race.prepared,
+        evaluation.prepared,
         winner.layout,
-        race.predictor.hardware,
+        evaluation.predictor.hardware,
         backend,
-        race.budget_bytes,
+        evaluation.budget_bytes,
         winner.proposal.prediction,
     )
     with suppress(KeyboardInterrupt):
@@ -281,39 +285,45 @@ def _advice(race: Race, winner: Candidate) -> tuple[str, ...]:
 
 
 def _outcome(
-    race: Race,
+    evaluation: Evaluation,
     proposals: Proposals,
-    winner: Candidate,
+    winner: Entry,
     bound: str,
     advice: tuple[str, ...],
     throughput: Throughput,
     interrupted: bool,
     search_s: float,
 ) -> Outcome:
-    winner.trial = replace(winner.trial, status="winner")
-    target = race.prepared.request.mesh.target
-    if winner.trial.verified is not None:
-        found = winner.trial.verified
+    winner.candidate = replace(winner.candidate, status="winner")
+    target = evaluation.prepared.request.mesh.target
+    if winner.candidate.verified is not None:
+        found = winner.candidate.verified
         reason = (
             f"outputs equal those of the {found.against}, largest error {found.max_abs_err:.3g}"
         )
     elif target is not None:
-        reason = race.reference_failure or f"nothing runs on {target}, which is not here"
+        reason = evaluation.reference_failure or f"nothing runs on {target}, which is not here"
     elif interrupted:
         reason = "the search was interrupted before the comparison"
     else:
         reason = (
-            race.too_large(winner) or race.reference_failure or "nothing was run: effort compiled=0"
+            evaluation.too_large(winner)
+            or evaluation.reference_failure
+            or "nothing was run: effort compiled=0"
         )
     return Outcome(
-        key=winner.trial.key,
+        key=winner.candidate.key,
         rules=winner.layout.rules,
         inside=winner.layout.inside,
-        verified=winner.trial.verified is not None,
+        verified=winner.candidate.verified is not None,
         reason=reason,
-        trials=tuple(c.trial for c in race.candidates),
+        candidates=tuple(c.candidate for c in evaluation.entries),
         skipped=proposals.skipped,
-        notes=(*race.prepared.notes, *race.notes, *(f"advice: {line}" for line in advice)),
+        notes=(
+            *evaluation.prepared.notes,
+            *evaluation.notes,
+            *(f"advice: {line}" for line in advice),
+        ),
         advice=advice,
         bound=bound,
         throughput=throughput,
@@ -322,9 +332,9 @@ def _outcome(
     )
 
 
-def _planned(bench: Bench, outcome: Outcome) -> Plan:
+def _planned(runner: DeviceRunner, outcome: Outcome) -> Plan:
     """The plan of what came of a search, on any of its processes."""
-    prepared = bench.prepared
+    prepared = runner.prepared
     return Plan(
         user_fn=prepared.request.fn,
         options=prepared.request.options,
@@ -333,12 +343,12 @@ def _planned(bench: Bench, outcome: Outcome) -> Plan:
         mesh=prepared.request.mesh,
         carry=prepared.carry,
         verified=Verification(outcome.verified, outcome.reason),
-        trials=outcome.trials,
+        candidates=outcome.candidates,
         skipped=outcome.skipped,
         notes=outcome.notes,
         advice=outcome.advice,
-        compiler_options=bench.compiler_options,
-        precompiled=bench.compiled.get(outcome.key),
+        compiler_options=runner.compiler_options,
+        precompiled=runner.compiled.get(outcome.key),
         bound=outcome.bound,
         throughput=outcome.throughput,
         samples_per_step=outcome.throughput.samples_per_step,

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, SearchFailedError
 from autoshard.evaluate.effort import Effort
-from autoshard.evidence.candidate import Predicted, Trial
+from autoshard.evidence.candidate import Candidate, Predicted
 from autoshard.evidence.throughput import checked_samples
 from autoshard.plan import Plan
 from autoshard.text import bytes_text, seconds_text
@@ -241,17 +241,17 @@ def _in_a_study(alternative: Alternative) -> dict[str, Any]:
     return {**given, "study": f"{given['study']} {alternative.name}"} if given["study"] else given
 
 
-def _winner(plan: Plan) -> Trial:
-    return next(trial for trial in plan.trials if trial.status == "winner")
+def _winner(plan: Plan) -> Candidate:
+    return next(candidate for candidate in plan.candidates if candidate.status == "winner")
 
 
-def _predicted(trial: Trial) -> Predicted:
-    assert trial.predicted is not None
-    return trial.predicted
+def _predicted(candidate: Candidate) -> Predicted:
+    assert candidate.predicted is not None
+    return candidate.predicted
 
 
-def _seconds(trial: Trial, predicted_s: float) -> float:
+def _seconds(candidate: Candidate, predicted_s: float) -> float:
     """Measured seconds, else compiled, else predicted."""
-    if trial.measured is not None:
-        return trial.measured.median_s
-    return trial.compiled.time_s if trial.compiled is not None else predicted_s
+    if candidate.measured is not None:
+        return candidate.measured.median_s
+    return candidate.compiled.time_s if candidate.compiled is not None else predicted_s

@@ -31,7 +31,7 @@ class Plan(BoundPlan):
 
     def records(self) -> list[dict[str, Any]]:
         """The candidates as plain dicts, for a data frame or JSON: prediction, evidence, reason."""
-        return [trial.to_dict() for trial in self.trials]
+        return [candidate.to_dict() for candidate in self.candidates]
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -110,7 +110,7 @@ def check(plan: autoshard.Plan) -> list[str]:
     for path, spec in expected.items():
         if plan.specs[path] != spec:
             wrong.append(f"{path} is {plan.specs[path]}, not {spec}")
-    winner = next(trial for trial in plan.trials if trial.status == "winner")
+    winner = next(candidate for candidate in plan.candidates if candidate.status == "winner")
     assert winner.compiled is not None
     moves = [(c.kind, c.count, c.bytes) for c in winner.compiled.collectives]
     # A device sends 2 (n - 1) / n of the 32 bytes that are summed.

@@ -35,7 +35,7 @@ from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
 from autoshard.search.presets import Preset, find_parts, presets
-from autoshard.search.simplify_rules import Shortener
+from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import (
     Lists,
     Point,
@@ -412,11 +412,11 @@ class _Search:
         """
         ranked = self._ranked()
         chosen = ranked[:KEPT] + [f for f in ranked[KEPT:] if f.origin != SEARCH] + _pareto(ranked)
-        shortener = Shortener(self._predictor.placements)
+        simplifier = RuleSimplifier(self._predictor.placements)
         kept: dict[tuple[int, ...], _Found] = {}
         for number, found in enumerate(dict.fromkeys(chosen)):
             if number < READABLE and found.origin == SEARCH:
-                short = shortener.shorten(Layout(self._problem, found.rules))
+                short = simplifier.simplify(Layout(self._problem, found.rules))
                 again = self._evaluate_rules([short.rules], [found.name])[0]
                 if again is not None and again.origin == SEARCH:
                     found = replace(again, rules=short.rules)

@@ -14,7 +14,7 @@ from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Value
 
 
-class Shortener:
+class RuleSimplifier:
     """Drops idle rules of layouts of one problem."""
 
     def __init__(self, placements: Placements) -> None:
@@ -37,7 +37,7 @@ class Shortener:
         columns = {place.value_column(v) for v in values} | {place.work_column(e) for e in works}
         return np.array(sorted(columns), dtype=np.int64)
 
-    def shorten(self, layout: Layout) -> Layout:
+    def simplify(self, layout: Layout) -> Layout:
         """The same compiled program from as few of its rules: later ones go first, each that states
         nothing.
         """

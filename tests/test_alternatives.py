@@ -34,7 +34,7 @@ def test_shapes_are_every_factorisation(devices: int, count: int) -> None:
 
 
 def predicted(plan: autoshard.Plan) -> float:
-    return next(t.predicted.time_s for t in plan.trials if t.status == "winner")
+    return next(t.predicted.time_s for t in plan.candidates if t.status == "winner")
 
 
 def test_the_shape_is_the_one_that_enumeration_picks() -> None:

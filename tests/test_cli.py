@@ -67,7 +67,7 @@ def test_search_saves_a_table_that_another_process_applies(here: Path) -> None:
     found = run(here, "search", "job:factory", *SEARCH, "--out", "specs/mlp.json", "--json")
     assert found.returncode == 0, found.stderr
     said = json.loads(found.stdout)
-    winner = next(t for t in said["trials"] if t["status"] == "winner")
+    winner = next(t for t in said["candidates"] if t["status"] == "winner")
     assert said["verified"]["ok"]
     fields = "name origin rules status reason predicted partitioned compiled verified measured constraints"
     assert set(fields.split()) <= set(winner)
@@ -82,7 +82,7 @@ plan = autoshard.apply(mesh="data=4,model=2", layout="specs/mlp.json", **job.fac
 args = job.factory()["example_args"]
 expected = jax.tree.leaves(jax.jit(job.mlp_step)(*args))
 for a, b in zip(jax.tree.leaves(plan(*args)), expected): np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-assert not plan.trials
+assert not plan.candidates
 print(json.dumps([dataclasses.asdict(c) for c in plan.compile().evidence.collectives]))
 """
     applied = subprocess.run(
@@ -107,12 +107,12 @@ def compiled_seconds(log: Path) -> dict[str, list[float]]:
     if not log.exists():
         return found
     for name in study_names(open_storage(str(log))):
-        for trial in Tasks(str(log), name, create=False).trials():
-            claim = claim_of(trial)
+        for candidate in Tasks(str(log), name, create=False).trials():
+            claim = claim_of(candidate)
             assert claim is not None
             task, _, key = claim.task.partition(" ")
-            if task == "compile" and trial.state.name in ("COMPLETE", "PRUNED"):
-                (made,) = record_of(trial)["trials"]
+            if task == "compile" and candidate.state.name in ("COMPLETE", "PRUNED"):
+                (made,) = record_of(candidate)["candidates"]
                 found.setdefault(key, []).append(made["compiled"]["compile_s"])
     return found
 

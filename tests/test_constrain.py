@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from autoshard.jax_internals.jaxprs import check
 from autoshard.layout.constraints import ANCHORS, constraints_for, placed
 from autoshard.layout.prepare import Prepared
 from autoshard.tracing.rewrite import (
     Constraints,
     EqnConstraints,
     as_function,
-    check,
     insert_constraints,
 )
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step

@@ -122,10 +122,12 @@ def test_every_preset_that_lost_has_its_reason(mesh_4x2: Mesh) -> None:
     )
     reasons = dict(plan.explain().reasons)
     print(plan.explain())
-    losers = {t.name for t in plan.trials if t.origin.startswith("preset") and t.status != "winner"}
+    losers = {
+        t.name for t in plan.candidates if t.origin.startswith("preset") and t.status != "winner"
+    }
     assert set(reasons) == losers
     assert all(reasons.values())
-    rejected = [t.name for t in plan.trials if t.status == "rejected" and "budget" in t.reason]
+    rejected = [t.name for t in plan.candidates if t.status == "rejected" and "budget" in t.reason]
     assert all("the budget is" in reasons[name] for name in rejected if name in reasons)
 
 
@@ -160,14 +162,16 @@ def test_time_against_memory_is_shown(mesh_4x2: Mesh) -> None:
         effort=autoshard.Effort(compiled=0, measured=0),
     )  # fmt: skip
     anchored = [
-        t.predicted for t in plan.trials if t.predicted is not None and t.constraints == "anchors"
+        t.predicted
+        for t in plan.candidates
+        if t.predicted is not None and t.constraints == "anchors"
     ]
-    shown = [t.predicted for t in pareto(plan.trials) if t.predicted is not None]
+    shown = [t.predicted for t in pareto(plan.candidates) if t.predicted is not None]
     assert len(shown) > 1
     assert [p.time_s for p in shown] == sorted({p.time_s for p in shown})
     assert [p.peak_bytes for p in shown] == sorted({p.peak_bytes for p in shown}, reverse=True)
     for one in anchored:
         assert any(p.time_s <= one.time_s and p.peak_bytes <= one.peak_bytes for p in shown)
     found = plan.explain(hardware="tpu_v5e")
-    assert found.pareto == pareto(plan.trials)
+    assert found.pareto == pareto(plan.candidates)
     assert "time against memory" in str(found)

@@ -304,13 +304,13 @@ def test_a_search_goes_on_after_an_abort(mesh_4x2: Mesh, monkeypatch: pytest.Mon
         effort=Effort(5, 0),
         progress=False,
     )
-    rejected = [t for t in plan.trials if t.status == "rejected"]
+    rejected = [t for t in plan.candidates if t.status == "rejected"]
     assert [t.reason for t in rejected] == [
         "compilation failed: the compiler aborted the process (SIGABRT): F0101 07:00:00 "
         "spmd.cc:42] "
         "Check failed: groups == 4"
     ]
-    assert sum(t.compiled is not None for t in plan.trials) == 4
+    assert sum(t.compiled is not None for t in plan.candidates) == 4
     assert plan.verified.ok
 
 
@@ -340,12 +340,12 @@ def test_a_search_goes_on_after_an_abort_of_the_partitioner(
         effort=Effort(4, 0),
         progress=False,
     )
-    rejected = [t.reason for t in plan.trials if t.status == "rejected"]
+    rejected = [t.reason for t in plan.candidates if t.status == "rejected"]
     assert rejected == [
         "partitioning failed: the compiler aborted the process (SIGABRT): nothing on its standard "
         "error"
     ]
-    assert sum(t.compiled is not None for t in plan.trials) == 3
+    assert sum(t.compiled is not None for t in plan.candidates) == 3
     assert plan.verified.ok
 
 
@@ -363,8 +363,8 @@ def test_an_isolated_search_finds_what_the_other_finds(mesh_4x2: Mesh) -> None:
 
     here, there = search(), search(isolate=True)
     assert here.specs == there.specs
-    assert [(t.key, t.compiled and figures(t.compiled)) for t in here.trials] == [
-        (t.key, t.compiled and figures(t.compiled)) for t in there.trials
+    assert [(t.key, t.compiled and figures(t.compiled)) for t in here.candidates] == [
+        (t.key, t.compiled and figures(t.compiled)) for t in there.candidates
     ]
     assert there.verified.ok
     assert not any("isolated" in note for note in there.notes)

@@ -60,7 +60,7 @@ def test_what_the_host_has_no_memory_for_is_not_run(
     assert not plan.verified
     assert "not run: it needs" in str(plan.verified)
     assert "this host has 1000 B" in str(plan.verified)
-    assert not any(trial.measured for trial in plan.trials)
+    assert not any(candidate.measured for candidate in plan.candidates)
 
 
 def test_what_fits_on_the_host_is_run_beside_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +76,10 @@ def test_what_fits_on_the_host_is_run_beside_what_does_not(monkeypatch: pytest.M
         progress=False,
     )
     assert plan.verified
-    for trial in plan.trials:
+    for candidate in plan.candidates:
         assert (
-            trial.compiled is None
-            or trial.measured is None
-            or trial.compiled.peak_bytes < peaks["replicated"]
+            candidate.compiled is None
+            or candidate.measured is None
+            or candidate.compiled.peak_bytes < peaks["replicated"]
         )
-    assert any(trial.measured for trial in plan.trials)
+    assert any(candidate.measured for candidate in plan.candidates)

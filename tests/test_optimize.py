@@ -47,7 +47,7 @@ def plan(mesh: Mesh) -> autoshard.Plan:
 def test_the_plan_is_verified_and_measured_and_says_so(plan: autoshard.Plan) -> None:
     assert plan.verified
     assert "unsharded" in str(plan.verified)
-    winner = next(t for t in plan.trials if t.status == "winner")
+    winner = next(t for t in plan.candidates if t.status == "winner")
     assert winner.measured is not None
     assert winner.measured.rounds >= 7
     assert winner.compiled is not None
@@ -59,7 +59,9 @@ def test_the_plan_is_verified_and_measured_and_says_so(plan: autoshard.Plan) -> 
 
 
 def test_every_preset_is_a_candidate_or_skipped_with_a_reason(plan: autoshard.Plan) -> None:
-    named = {t.origin.removeprefix("preset:") for t in plan.trials if t.origin.startswith("preset")}
+    named = {
+        t.origin.removeprefix("preset:") for t in plan.candidates if t.origin.startswith("preset")
+    }
     skipped = {s.name: s.reason for s in plan.skipped}
     assert named | set(skipped) == {
         "replicated",
@@ -71,22 +73,24 @@ def test_every_preset_is_a_candidate_or_skipped_with_a_reason(plan: autoshard.Pl
         "tp+sequence",
     }
     assert all(skipped.values())
-    assert {t.constraints for t in plan.trials if t.name.startswith("fsdp")} == {
+    assert {t.constraints for t in plan.candidates if t.name.startswith("fsdp")} == {
         "anchors",
         "arguments",
     }
 
 
 def test_a_layout_is_never_a_candidate_twice(plan: autoshard.Plan) -> None:
-    keys = [t.key for t in plan.trials]
+    keys = [t.key for t in plan.candidates]
     assert len(keys) == len(set(keys))
 
 
 def test_the_best_preset_is_measured_and_the_winner_is_no_slower(plan: autoshard.Plan) -> None:
     from autoshard.evaluate.measure import ratio_interval
 
-    winner = next(t for t in plan.trials if t.status == "winner")
-    presets = [t for t in plan.trials if t.measured is not None and t.origin.startswith("preset")]
+    winner = next(t for t in plan.candidates if t.status == "winner")
+    presets = [
+        t for t in plan.candidates if t.measured is not None and t.origin.startswith("preset")
+    ]
     assert presets
     for preset in presets:
         if preset is not winner:
@@ -130,7 +134,7 @@ def test_donation_holds(plan: autoshard.Plan) -> None:
     placed = plan.place(0, params)
     plan(placed, plan.place(1, moment), tokens)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
-    winner = next(t for t in plan.trials if t.status == "winner")
+    winner = next(t for t in plan.candidates if t.status == "winner")
     assert winner.compiled.alias_bytes >= 0.9 * winner.compiled.output_bytes
 
 
@@ -196,7 +200,7 @@ def test_no_effort_returns_the_best_predicted_plan_and_says_it_is_not_verified(m
     )
     assert not found.verified
     assert "compiled=0" in found.verified.reason
-    assert all(t.compiled is None for t in found.trials)
+    assert all(t.compiled is None for t in found.candidates)
 
 
 def test_a_mesh_string_and_a_jitted_function_are_fine() -> None:
@@ -247,7 +251,7 @@ def test_a_budget_just_under_data_parallelism_changes_the_answer(mesh: Mesh) -> 
         effort=QUICK,
         progress=False,
     )
-    winner = next(t for t in found.trials if t.status == "winner")
+    winner = next(t for t in found.candidates if t.status == "winner")
     assert winner.compiled.peak_bytes <= budget
     assert any(spec != P() for path, spec in found.specs.items() if path.startswith("params"))
 
@@ -272,7 +276,7 @@ def test_apply_a_preset_rules_a_plan_and_a_table_without_a_search(
 ) -> None:
     expected = mlp_step(*mlp_args())
     fsdp = autoshard.apply(mlp_step, mlp_args(), mesh, "fsdp", donate_argnums=0)
-    assert not fsdp.trials
+    assert not fsdp.candidates
     fsdp.table.save(tmp_path / "fsdp.json")
     loaded = autoshard.SpecTable.load(tmp_path / "fsdp.json")
     for layout in (fsdp, fsdp.rules, [str(r) for r in fsdp.rules], loaded, tmp_path / "fsdp.json"):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.evaluate.candidate import Candidate
-from autoshard.evaluate.evaluation import Race
+from autoshard.evaluate.entry import Entry
+from autoshard.evaluate.evaluation import Evaluation
 from autoshard.evaluate.selection import by_compiled_time
-from autoshard.evidence.candidate import Measured, Predicted, Trial
+from autoshard.evidence.candidate import Candidate, Measured, Predicted
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 
@@ -25,41 +25,39 @@ def layout() -> Any:
     return autoshard.apply(mlp_step, mlp_args(), mesh_of(data=4, model=2), "dp").layout
 
 
-def candidate(layout: Any, key: str, predicted_s: float, seconds: tuple[float, ...]) -> Candidate:
-    trial = Trial(key, "search", (), "anchors", key, predicted=Predicted(predicted_s, 0, 0))
+def entry(layout: Any, key: str, predicted_s: float, seconds: tuple[float, ...]) -> Entry:
+    candidate = Candidate(key, "search", (), "anchors", key, predicted=Predicted(predicted_s, 0, 0))
     median = sorted(seconds)[len(seconds) // 2]
-    proposal: Any = SimpleNamespace(prediction=trial.predicted)
+    proposal: Any = SimpleNamespace(prediction=candidate.predicted)
     measured = Measured(median, len(seconds), seconds)
-    return Candidate(layout, proposal, replace(trial, status="measured", measured=measured))
+    return Entry(layout, proposal, replace(candidate, status="measured", measured=measured))
 
 
-def winner(*candidates: Candidate) -> str:
-    keys = {Race.fastest(None, order).trial.key for order in (candidates, candidates[::-1])}  # type: ignore[arg-type]
+def winner(*entries: Entry) -> str:
+    keys = {Evaluation.fastest(None, order).candidate.key for order in (entries, entries[::-1])}  # type: ignore[arg-type]
     (key,) = keys
     return key
 
 
 def test_the_clock_decides_what_is_clear(layout: Any) -> None:
     slow = tuple(2 * s for s in NOISY)
-    assert winner(candidate(layout, "a", 1.0, slow), candidate(layout, "b", 9.0, NOISY)) == "b"
+    assert winner(entry(layout, "a", 1.0, slow), entry(layout, "b", 9.0, NOISY)) == "b"
 
 
 def test_within_noise_the_prediction_decides(layout: Any) -> None:
     other = NOISY[::-1]
-    assert winner(candidate(layout, "a", 2.0, NOISY), candidate(layout, "b", 1.0, other)) == "b"
+    assert winner(entry(layout, "a", 2.0, NOISY), entry(layout, "b", 1.0, other)) == "b"
 
 
 def test_with_equal_predictions_the_canonical_form_decides(layout: Any) -> None:
     other = NOISY[::-1]
-    assert winner(candidate(layout, "b", 1.0, NOISY), candidate(layout, "a", 1.0, other)) == "a"
+    assert winner(entry(layout, "b", 1.0, NOISY), entry(layout, "a", 1.0, other)) == "a"
 
 
-def compiled(
-    layout: Any, key: str, seconds: float, rules: int, origin: str = "search"
-) -> Candidate:
-    trial = Trial(key, origin, (), "anchors", key, predicted=Predicted(seconds, 0, 0))
-    proposal: Any = SimpleNamespace(prediction=trial.predicted)
-    return Candidate(replace(layout, rules=layout.rules[:rules]), proposal, trial)
+def compiled(layout: Any, key: str, seconds: float, rules: int, origin: str = "search") -> Entry:
+    candidate = Candidate(key, origin, (), "anchors", key, predicted=Predicted(seconds, 0, 0))
+    proposal: Any = SimpleNamespace(prediction=candidate.predicted)
+    return Entry(replace(layout, rules=layout.rules[:rules]), proposal, candidate)
 
 
 def test_of_what_compiles_as_good_as_equal_the_fewest_rules_win(layout: Any) -> None:
@@ -70,7 +68,7 @@ def test_of_what_compiles_as_good_as_equal_the_fewest_rules_win(layout: Any) -> 
             compiled(layout, "c", 2, 0),
         ]
     )
-    assert [c.trial.key for c in found] == ["b", "a", "c"]
+    assert [c.candidate.key for c in found] == ["b", "a", "c"]
 
 
 @pytest.mark.parametrize(("preset_s", "wins"), [(1.02, "b"), (1.005, "a"), (1.0, "p")])
@@ -80,6 +78,8 @@ def test_but_nothing_slower_than_a_preset_wins(layout: Any, preset_s: float, win
         compiled(layout, "b", 1.009, 1),
     ]
     assert (
-        by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "preset:p")])[0].trial.key
+        by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "preset:p")])[
+            0
+        ].candidate.key
         == wins
     )

@@ -78,9 +78,9 @@ def test_it_has_all_that_people_look_for(page: str, plan: autoshard.Plan) -> Non
         *map(str, plan.rules),
     ):  # fmt: skip
         assert words in text, words
-    for trial in plan.trials:
-        if trial.status != "predicted":
-            assert trial.name in text
+    for candidate in plan.candidates:
+        if candidate.status != "predicted":
+            assert candidate.name in text
 
 
 def test_it_needs_no_network(page: str) -> None:
@@ -107,7 +107,7 @@ def test_an_edited_table_says_that_its_numbers_are_stale(plan: autoshard.Plan, p
     assert "Stale." not in text_of(page)
     edited = msgspec.structs.replace(plan.table, rules=[])
     assert "Stale." in text_of(report_html(edited))
-    assert not any("Measured" in sentence for sentence in summary(edited, plan.trials))
+    assert not any("Measured" in sentence for sentence in summary(edited, plan.candidates))
 
 
 def test_bytes_of_a_leaf() -> None:

@@ -13,8 +13,8 @@ from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
 from autoshard.cost_model.hardware.refit import parts_of, time_s
 from autoshard.evaluate import device_runner, refit, selection
 from autoshard.evaluate.effort import Effort
-from autoshard.evaluate.evaluation import Race
-from autoshard.evidence.candidate import Measured, Trial
+from autoshard.evaluate.evaluation import Evaluation
+from autoshard.evidence.candidate import Candidate, Measured
 from autoshard.evidence.collectives import Collective
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
@@ -37,34 +37,36 @@ def clock(compiled: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Measured
     return {name: Measured(s, 7, (s,) * 7) for name, s in found.items()}
 
 
-def searched(monkeypatch: pytest.MonkeyPatch, challenges: int) -> tuple[Trial, list[Trial]]:
+def searched(monkeypatch: pytest.MonkeyPatch, challenges: int) -> tuple[Candidate, list[Candidate]]:
     monkeypatch.setattr(device_runner, "measure", clock)
     monkeypatch.setattr(selection, "CHALLENGES", challenges)
     plan = autoshard.optimize(
         mlp_step, mlp_args(batch=64, d=128, h=256), mesh_of(**AXES), hardware=GIVEN, progress=False,
         memory_budget_bytes="500KiB", effort=Effort(compiled=6, measured=3),
     )  # fmt: skip
-    winner = next(t for t in plan.trials if t.status == "winner")
-    return winner, list(plan.trials)
+    winner = next(t for t in plan.candidates if t.status == "winner")
+    return winner, list(plan.candidates)
 
 
 def test_what_the_clock_says_brings_others_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     misled, _ = searched(monkeypatch, 0)
-    winner, trials = searched(monkeypatch, 2)
+    winner, candidates = searched(monkeypatch, 2)
     assert misled.measured is not None
     assert winner.measured is not None
     assert winner.measured.median_s < 0.8 * misled.measured.median_s
     known = [
-        t.compiled.collectives for t in trials if t.compiled is not None and t.status != "rejected"
+        t.compiled.collectives
+        for t in candidates
+        if t.compiled is not None and t.status != "rejected"
     ]
     assert winner.measured.median_s <= 1.05 * min(seconds(TRUE, c) for c in known)
 
 
 def test_programs_say_how_far_predictions_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[refit.Revision] = []
+    seen: list[refit.Refit] = []
 
-    class Seen(refit.Revision):
-        def __init__(self, of: Race) -> None:
+    class Seen(refit.Refit):
+        def __init__(self, of: Evaluation) -> None:
             super().__init__(of)
             seen.append(self)
 

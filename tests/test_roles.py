@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard.axes.axes import LogicalAxes, find_logical_axes
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.axes.logical_axes import LogicalAxes, find_logical_axes
 from tests.models import decoder_args, decoder_step
 from tests.stages import Axes, array
 
@@ -107,7 +107,7 @@ def test_pairs_that_experts_split_together_share_a_logical_axis(
 
 @pytest.mark.parametrize("layers", [1, 2, 8])
 def test_names_are_unique_and_readable(by_depth: dict[int, LogicalAxes], layers: int) -> None:
-    logical_axes = by_depth[layers].logical_axes
+    logical_axes = by_depth[layers].axes
     names = [logical_axis.name for logical_axis in logical_axes]
     assert len(set(names)) == len(names)
     assert not any(set(name) & set(" ()@") or "->" in name for name in names), (
@@ -147,7 +147,7 @@ def test_the_hidden_axes_of_a_deep_mlp_alternate() -> None:
     assert set(middle[::2]) == {middle[0]}
     assert set(middle[1::2]) == {middle[1]} == {middle[0][::-1]}
     deeper = logical_axes_of(mlp, [array(D, D)] * 20, array(4, D))
-    assert len(deeper.logical_axes) == len(logical_axes.axes)
+    assert len(deeper.axes) == len(logical_axes.axes)
 
 
 def test_sizes_and_scanned_are_told() -> None:
@@ -175,5 +175,5 @@ def test_names_are_the_same_in_every_process() -> None:
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(
-        [r.name for r in logical_axes_of(decoder_step, *decoder_args()).logical_axes]
+        [r.name for r in logical_axes_of(decoder_step, *decoder_args()).axes]
     )

@@ -32,8 +32,8 @@ X = RNG.standard_normal((16, 8)).astype(np.float32)
 def reference(fn: Callable[..., Any], args: Any) -> Reference:
     found = traced(fn, *args)
     inputs = inputs_for(found.call, found.program)
-    trusted = unsharded(found, inputs, resolve_mesh(mesh_of(**MESH)))
-    return reference_of(trusted, axis_classes(found.program), inputs)
+    reference_function = unsharded(found, inputs, resolve_mesh(mesh_of(**MESH)))
+    return reference_of(reference_function, axis_classes(found.program), inputs)
 
 
 def compare(

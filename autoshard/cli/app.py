@@ -139,7 +139,7 @@ app.command()(hardware.memory)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """What `search --json` prints: the answer, and a record of every trial."""
+    """What `search --json` prints: the answer, and a record of every candidate."""
     return {
         "function": plan.traced.program.name,
         "mesh": dict(plan.mesh.axes),
@@ -149,7 +149,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "specs": {path: leaf.spec for path, leaf in plan.table.inputs.items()},
         "notes": list(plan.notes),
         "skipped": [{"name": s.name, "reason": s.reason} for s in plan.skipped],
-        "trials": [trial.to_dict() for trial in plan.trials],
+        "candidates": [candidate.to_dict() for candidate in plan.candidates],
     }
 
 

@@ -12,7 +12,7 @@ import typer
 
 from autoshard._apply import apply
 from autoshard.cli.factory import FACTORY, call_factory, use_cpu_devices
-from autoshard.table.spec_table import SpecTable, trials_of
+from autoshard.table.spec_table import SpecTable, candidates_of
 
 
 def explain(
@@ -51,7 +51,7 @@ def explain(
     }
     if samples_per_step is not None:
         arguments["samples_per_step"] = samples_per_step
-    plan = replace(apply(**arguments), trials=tuple(trials_of(loaded)))
+    plan = replace(apply(**arguments), candidates=tuple(candidates_of(loaded)))
     if patch:
         typer.echo(plan.minimise().patch(), nl=False)
     elif minimal:

@@ -23,7 +23,7 @@ from autoshard.cli.job_file import Job, read_job, run_job
 from autoshard.cli.job_log import log_events
 from autoshard.errors import ArgumentError, StudyError
 from autoshard.processes.supervisor import supervise
-from autoshard.search.study.status import standing_json, standing_of, standing_text
+from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import (
     close_storage,
     open_storage,
@@ -129,7 +129,7 @@ def worker(
     plan = with_job(job, progress=False)
     if jax.process_index() != 0:
         return
-    best = next(t for t in plan.trials if t.status == "winner")
+    best = next(t for t in plan.candidates if t.status == "winner")
     seconds = "" if best.measured is None else f", measured {seconds_text(best.measured.median_s)}"
     logging.getLogger("autoshard.jobs").info("finished: the best is %s%s", best.name, seconds)
 
@@ -213,9 +213,9 @@ def status(
     name = study or _only_study(storage)
     with Tasks(storage, name, create=False) as tasks:
         if not watch:
-            standing = standing_of(tasks)
+            standing = status_of(tasks)
             sys.stdout.write(
-                (json.dumps(standing_json(standing)) if as_json else standing_text(standing)) + "\n"
+                (json.dumps(status_json(standing)) if as_json else status_text(standing)) + "\n"
             )
             return
         _watch(tasks, name, as_json=as_json)
@@ -228,8 +228,8 @@ def _watch(tasks: Tasks, name: str, *, as_json: bool) -> None:
     console, shown = Console(), ""
 
     def text() -> str:
-        standing = standing_of(tasks)
-        return json.dumps(standing_json(standing)) if as_json else standing_text(standing)
+        standing = status_of(tasks)
+        return json.dumps(status_json(standing)) if as_json else status_text(standing)
 
     with suppress(KeyboardInterrupt):
         if console.is_terminal and not as_json:

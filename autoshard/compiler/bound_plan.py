@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.compiler.compile import Built, Compiled, CompilerOptions, build, compile_built
 from autoshard.compiler.transfer import put
 from autoshard.errors import ArgumentError, PathError, TargetError
-from autoshard.evidence.candidate import Skipped, Trial
+from autoshard.evidence.candidate import Candidate, Skipped
 from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.constraints import PlacedConstraint, constraints_for, placed
@@ -61,7 +61,7 @@ class BoundPlan:
         mesh: The mesh.
         carry: Pairs (input leaf, output leaf): outputs that are arguments of the next step.
         verified: Whether outputs were compared with a reference, and which.
-        trials: Every candidate with prediction, evidence or rejection.
+        candidates: Every candidate with prediction, evidence or rejection.
         skipped: Presets that make no sense for this function, with the reason.
         notes: What a user should know (carry that was assumed, effects, conversions, advice).
         advice: Changes of the program that are predicted to gain more, one line each (see
@@ -84,7 +84,7 @@ class BoundPlan:
     mesh: MeshInfo
     carry: tuple[tuple[int, int], ...]
     verified: Verification
-    trials: tuple[Trial, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()

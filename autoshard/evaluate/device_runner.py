@@ -20,7 +20,7 @@ from autoshard.compiler.compile import Built, Compiled, CompilerOptions, build, 
 from autoshard.evaluate.inputs import Inputs, inputs_for
 from autoshard.evaluate.measure import measure
 from autoshard.evaluate.shrink import shrink
-from autoshard.evaluate.verify import Reference, Trusted, reference_of, unsharded
+from autoshard.evaluate.verify import Reference, ReferenceFunction, reference_of, unsharded
 from autoshard.evidence.candidate import Measured, Verified
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
@@ -47,7 +47,7 @@ class Compared:
 
 
 @dataclass(eq=False)
-class Bench:
+class DeviceRunner:
     """The devices of a mesh, with what was compiled for them by key."""
 
     prepared: Prepared
@@ -56,7 +56,7 @@ class Bench:
     peers: Peers = ALONE
     compiled: dict[str, Compiled] = field(default_factory=dict)
     _reference: Reference | None = None
-    _referred: str | None = None
+    _reference_key: str | None = None
     _start: Callable[[], None] | None = None
 
     def compile(
@@ -84,21 +84,25 @@ class Bench:
         """Drops what was compiled."""
         self.compiled.pop(key, None)
 
-    def refer(self, other: str | None, name: str) -> None:
+    def set_reference(self, other: str | None, name: str) -> None:
         """Runs what later comparisons are with: the unsharded function, or another compiled layout
         of this name.
         """
-        if self._reference is not None and self._referred == other:
+        if self._reference is not None and self._reference_key == other:
             return
         if other is None:
-            trusted = unsharded(self.prepared.traced, self.inputs, self.prepared.request.mesh)
+            reference_function = unsharded(
+                self.prepared.traced, self.inputs, self.prepared.request.mesh
+            )
         else:
             known = self.compiled[other]
-            trusted = Trusted(known.executable, known.built.in_shardings, f"layout {name}")
+            reference_function = ReferenceFunction(
+                known.executable, known.built.in_shardings, f"layout {name}"
+            )
         self._reference = reference_of(
-            trusted, self.prepared.problem.logical_axes.classes, self.inputs
+            reference_function, self.prepared.problem.logical_axes.classes, self.inputs
         )
-        self._referred = other
+        self._reference_key = other
 
     def compare(self, key: str) -> Compared:
         """A layout's outputs against those of what `refer` ran last."""
@@ -114,8 +118,10 @@ class Bench:
             return shrunk
         traced, mesh = shrunk.prepared.traced, shrunk.prepared.request.mesh
         inputs = inputs_for(traced.call, traced.program)
-        trusted = unsharded(traced, inputs, mesh)
-        reference = reference_of(trusted, shrunk.prepared.problem.logical_axes.classes, inputs)
+        reference_function = unsharded(traced, inputs, mesh)
+        reference = reference_of(
+            reference_function, shrunk.prepared.problem.logical_axes.classes, inputs
+        )
         compiled = compile_built(
             build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options
         )

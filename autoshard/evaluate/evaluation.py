@@ -19,16 +19,16 @@ import jax
 from autoshard.compiler.compile import Built, CompilerOptions, build
 from autoshard.compiler.isolated import Failure, InProcess, Isolation
 from autoshard.cost_model.predict import Predictor
-from autoshard.evaluate.candidate import Candidate
-from autoshard.evaluate.device_runner import Bench
+from autoshard.evaluate.device_runner import DeviceRunner
+from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.measure import RunError, ratio_interval
-from autoshard.evidence.candidate import CompiledEvidence, PartitionedEvidence, Predicted, Trial
+from autoshard.evidence.candidate import Candidate, CompiledEvidence, PartitionedEvidence, Predicted
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
-from autoshard.search.simplify_rules import Shortener
+from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.study.shared_evaluation import Shared, adopted
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
 from autoshard.text import bytes_text, seconds_text
@@ -47,22 +47,22 @@ FAR = 2.0
 
 
 @dataclass(eq=False)
-class Race:
+class Evaluation:
     """The candidates of one search and what is done with them."""
 
     prepared: Prepared
     predictor: Predictor
     shared: Shared
-    bench: Bench
+    runner: DeviceRunner
     budget_bytes: int | None
     compiler_options: CompilerOptions | None
     progress: Progress
-    candidates: list[Candidate] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     reference_failure: str = ""
     isolation: Isolation | None = None
     notes: list[str] = field(default_factory=list)
     deadline_s: float | None = None
-    due: tuple[Candidate, ...] = ()
+    due: tuple[Entry, ...] = ()
     refusals: list[int] = field(default_factory=list)
     """Bytes that programs need which the compiler refuses."""
 
@@ -74,9 +74,9 @@ class Race:
         of the inside does not hold there, so the best of them are predicted by the fewest rules
         that give the same arguments.
         """
-        entered = {c.trial.key for c in self.candidates}
-        shortener = Shortener(self.predictor.placements)
-        shortened: list[tuple[Proposal, Layout, str]] = []
+        entered = {c.candidate.key for c in self.entries}
+        simplifier = RuleSimplifier(self.predictor.placements)
+        simplified: list[tuple[Proposal, Layout, str]] = []
         known = self.shared.known()
         for proposal in proposals:
             for inside in (True, False):
@@ -88,21 +88,23 @@ class Race:
                 if inside or len(entered) > ARGUMENTS_PREDICTED:
                     self._enter(proposal, layout, key, known)
                 else:
-                    shortened.append((proposal, shortener.shorten(layout), key))
-        if shortened:
-            index = self.predictor.placements.of_rules([layout.rules for _, layout, _ in shortened])
+                    simplified.append((proposal, simplifier.simplify(layout), key))
+        if simplified:
+            index = self.predictor.placements.of_rules(
+                [layout.rules for _, layout, _ in simplified]
+            )
             for (proposal, layout, key), own in zip(
-                shortened, self.predictor.predict_each(index), strict=True
+                simplified, self.predictor.predict_each(index), strict=True
             ):
                 self._enter(replace(proposal, prediction=own), layout, key, known)
-        self.candidates.sort(key=lambda c: c.proposal.order(self.budget_bytes))
+        self.entries.sort(key=lambda c: c.proposal.order(self.budget_bytes))
 
     def _enter(
-        self, proposal: Proposal, layout: Layout, key: str, known: Mapping[str, Trial]
+        self, proposal: Proposal, layout: Layout, key: str, known: Mapping[str, Candidate]
     ) -> None:
         p = proposal.prediction
         predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
-        trial = Trial(
+        candidate = Candidate(
             name=proposal.name if layout.inside else f"{proposal.name} (arguments)",
             origin=proposal.origin,
             rules=tuple(map(str, layout.rules)),
@@ -111,14 +113,14 @@ class Race:
             predicted=predicted,
         )
         if key in known:
-            trial = adopted(trial, known[key])
-        self.candidates.append(Candidate(layout, proposal, trial))
+            candidate = adopted(candidate, known[key])
+        self.entries.append(Entry(layout, proposal, candidate))
 
-    def reject(self, candidate: Candidate, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str) -> None:
         """Takes a candidate out of the race."""
-        candidate.trial = candidate.trial.reject(reason)
-        self.bench.forget(candidate.trial.key)
-        self.progress.say(f"{candidate.trial.name}: rejected, {reason.splitlines()[0]}")
+        entry.candidate = entry.candidate.reject(reason)
+        self.runner.forget(entry.candidate.key)
+        self.progress.say(f"{entry.candidate.name}: rejected, {reason.splitlines()[0]}")
 
     def standing(self) -> str:
         """How the race stands: the best so far, how many are left to compile, how many were
@@ -126,18 +128,20 @@ class Race:
         """
         alive = [
             c
-            for c in self.candidates
-            if c.trial.compiled is not None and c.trial.status != "rejected"
+            for c in self.entries
+            if c.candidate.compiled is not None and c.candidate.status != "rejected"
         ]
         parts = []
         if alive:
             best = min(alive, key=lambda c: c.order)
-            measured = best.trial.measured
+            measured = best.candidate.measured
             text = "compiled" if measured is None else f"{seconds_text(measured.median_s)} measured"
-            parts.append(f"best so far {best.trial.name}, {text}")
-        left = sum(c.trial.compiled is None and c.trial.status != "rejected" for c in self.due)
+            parts.append(f"best so far {best.candidate.name}, {text}")
+        left = sum(
+            c.candidate.compiled is None and c.candidate.status != "rejected" for c in self.due
+        )
         parts += [f"{left} left to compile"] if left else []
-        rejected = sum(c.trial.status == "rejected" for c in self.candidates)
+        rejected = sum(c.candidate.status == "rejected" for c in self.entries)
         parts += [f"{rejected} rejected"] if rejected else []
         return ", ".join(parts)
 
@@ -159,37 +163,35 @@ class Race:
             for op in ops
         ]
 
-    def partition(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+    def partition(self, entries: Sequence[Entry]) -> dict[str, float]:
         """Runs Shardy's passes on candidates; returns seconds of a step by key."""
         times: dict[str, float] = {}
-        for number, candidate in enumerate(candidates):
+        for number, entry in enumerate(entries):
             self.progress.doing(
-                f"partitioning {number + 1} of {len(candidates)}: {candidate.trial.name}"
+                f"partitioning {number + 1} of {len(entries)}: {entry.candidate.name}"
             )
-            compute_s = candidate.proposal.prediction.compute_s
-            if candidate.trial.compiled is not None:
-                times[candidate.trial.key] = candidate.trial.compiled.time_s
+            compute_s = entry.proposal.prediction.compute_s
+            if entry.candidate.compiled is not None:
+                times[entry.candidate.key] = entry.candidate.compiled.time_s
                 continue
-            if candidate.trial.status == "rejected":
+            if entry.candidate.status == "rejected":
                 continue
             try:
-                candidate.built = build(
-                    self.prepared.traced, candidate.layout, self.prepared.request.mesh
-                )
-                found = self._partition(candidate.built.lower())
+                entry.built = build(self.prepared.traced, entry.layout, self.prepared.request.mesh)
+                found = self._partition(entry.built.lower())
             except Exception as error:
-                self.reject(candidate, f"lowering failed: {one_line(error)}")
+                self.reject(entry, f"lowering failed: {one_line(error)}")
                 continue
             if isinstance(found, Failure):
-                self.reject(candidate, f"partitioning failed: {found.reason}")
+                self.reject(entry, f"partitioning failed: {found.reason}")
                 continue
             if isinstance(found, PartitionFailure):
-                log.info("%s: not partitioned (%s)", candidate.trial.name, found.reason)
-                times[candidate.trial.key] = candidate.proposal.prediction.time_s
+                log.info("%s: not partitioned (%s)", entry.candidate.name, found.reason)
+                times[entry.candidate.key] = entry.proposal.prediction.time_s
                 continue
-            times[candidate.trial.key] = self.time_s(compute_s, self._as_sent(found.ops))
-            candidate.trial = replace(
-                candidate.trial,
+            times[entry.candidate.key] = self.time_s(compute_s, self._as_sent(found.ops))
+            entry.candidate = replace(
+                entry.candidate,
                 status="partitioned",
                 partitioned=PartitionedEvidence(found.collectives, found.collective_bytes),
             )
@@ -202,56 +204,58 @@ class Race:
             return partition(lowered, self.prepared.request.mesh.axes)
         return found
 
-    def compile(self, candidates: Sequence[Candidate]) -> None:
+    def compile(self, entries: Sequence[Entry]) -> None:
         """Compiles candidates of which there is no evidence yet, here or on other workers."""
-        new = [c for c in candidates if c.trial.compiled is None and c.trial.status != "rejected"]
+        new = [
+            c for c in entries if c.candidate.compiled is None and c.candidate.status != "rejected"
+        ]
         self.due = tuple(new)
 
         def stop() -> bool:
-            return self.late() and any(c.trial.compiled is not None for c in candidates)
+            return self.late() and any(c.candidate.compiled is not None for c in entries)
 
         self.shared.each("compile", new, self._compile, needs="compile", stop=stop)
 
-    def _compile(self, candidate: Candidate, *, to_run: bool = False) -> None:
+    def _compile(self, entry: Entry, *, to_run: bool = False) -> None:
         """Compiles one candidate here; where there is evidence of it already, only if it is needed
         `to_run`.
 
         With isolation that is in a process of its own, and in this one only what survived there and
         is needed `to_run`.
         """
-        if candidate.trial.status == "rejected" or self._on_bench(candidate):
+        if entry.candidate.status == "rejected" or self._compiled_here(entry):
             return
-        if candidate.trial.compiled is not None and not to_run:
+        if entry.candidate.compiled is not None and not to_run:
             return
-        trial = candidate.trial
-        self.progress.doing(f"compiling {trial.name}", self.standing())
-        compute_s = candidate.proposal.prediction.compute_s
+        candidate = entry.candidate
+        self.progress.doing(f"compiling {candidate.name}", self.standing())
+        compute_s = entry.proposal.prediction.compute_s
         try:
-            built = candidate.built or build(
-                self.prepared.traced, candidate.layout, self.prepared.request.mesh
+            built = entry.built or build(
+                self.prepared.traced, entry.layout, self.prepared.request.mesh
             )
-            found = trial.compiled or self._isolated(built, compute_s)
+            found = candidate.compiled or self._isolated(built, compute_s)
             if isinstance(found, Failure):
-                self.reject(candidate, f"compilation failed: {found.reason}")
+                self.reject(entry, f"compilation failed: {found.reason}")
                 return
             if found is None or to_run:
-                made = self.bench.compile(
-                    trial.key, candidate.layout, built, lambda ops: self.time_s(compute_s, ops)
+                made = self.runner.compile(
+                    candidate.key, entry.layout, built, lambda ops: self.time_s(compute_s, ops)
                 )
                 found = found or made.evidence
         except Exception as error:
-            self.reject(candidate, f"compilation failed: {one_line(error)}")
+            self.reject(entry, f"compilation failed: {one_line(error)}")
             return
-        if trial.compiled is not None:
+        if candidate.compiled is not None:
             return  # its evidence stands
         found = replace(found, compute_s=compute_s)
-        candidate.trial = replace(trial, status="compiled", compiled=found)
-        over = self.over_budget(candidate)
+        entry.candidate = replace(candidate, status="compiled", compiled=found)
+        over = self.over_budget(entry)
         if over:
-            self.reject(candidate, over)
+            self.reject(entry, over)
             return
         self.progress.say(
-            f"{trial.name}: compiled in {seconds_text(found.compile_s)}, "
+            f"{candidate.name}: compiled in {seconds_text(found.compile_s)}, "
             f"{bytes_text(found.collective_bytes)} moved, "
             f"peak {bytes_text(found.peak_bytes)}"
         )
@@ -275,14 +279,14 @@ class Race:
             self.progress.say(note)
         return None
 
-    def over_budget(self, candidate: Candidate) -> str:
+    def over_budget(self, entry: Entry) -> str:
         """Why a compiled candidate does not fit the memory budget; empty where it does."""
-        found = candidate.trial.compiled
+        found = entry.candidate.compiled
         if found is None or self.budget_bytes is None or found.peak_bytes <= self.budget_bytes:
             return ""
         return f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
 
-    def verify(self, candidate: Candidate) -> None:
+    def verify(self, entry: Entry) -> None:
         """Compares a compiled candidate's outputs with the unsharded function's; a mismatch rejects
         it.
 
@@ -290,45 +294,45 @@ class Race:
         of another compiled layout, and the same layout with the unsharded function at smaller
         sizes.
         """
-        self.compile([candidate])
+        self.compile([entry])
         if (
-            candidate.trial.status == "rejected"
-            or candidate.trial.verified is not None
+            entry.candidate.status == "rejected"
+            or entry.candidate.verified is not None
             or self.reference_failure
         ):
             return
         for failure in self.shared.each(
             "verify",
-            [candidate],
+            [entry],
             self._verify,
             needs="measure",
             note=lambda: self.reference_failure,
         ):
             self.reference_failure = failure
 
-    def _verify(self, candidate: Candidate) -> None:
-        if self.too_large(candidate):
+    def _verify(self, entry: Entry) -> None:
+        if self.too_large(entry):
             return
-        self._compile(candidate, to_run=True)
-        if not self._on_bench(candidate):
+        self._compile(entry, to_run=True)
+        if not self._compiled_here(entry):
             return
-        self.progress.doing(f"verifying {candidate.trial.name}", self.standing())
+        self.progress.doing(f"verifying {entry.candidate.name}", self.standing())
         try:
-            other = self._other(candidate)
-            self.bench.refer(
-                None if other is None else other.trial.key,
-                "" if other is None else other.trial.name,
+            other = self._other(entry)
+            self.runner.set_reference(
+                None if other is None else other.candidate.key,
+                "" if other is None else other.candidate.name,
             )
         except Exception as error:
             self.reference_failure = f"nothing to compare with: {one_line(error)}"
             return
         try:
-            compared = self.bench.compare(candidate.trial.key)
+            compared = self.runner.compare(entry.candidate.key)
             if other is not None and compared.agrees:
-                small = self.bench.compare_small(candidate.layout)
+                small = self.runner.compare_small(entry.layout)
                 if isinstance(small, str):
                     self.progress.say(
-                        f"{candidate.trial.name}: not compared at smaller sizes, {small}"
+                        f"{entry.candidate.name}: not compared at smaller sizes, {small}"
                     )
                 else:
                     below, factor = small
@@ -336,27 +340,27 @@ class Race:
                     worst = compared if below.agrees else below
                     compared = replace(worst, found=replace(worst.found, against=text))
         except Exception as error:
-            self.reject(candidate, f"running failed: {one_line(error)}")
+            self.reject(entry, f"running failed: {one_line(error)}")
             return
         found = compared.found
-        candidate.trial = replace(candidate.trial, verified=found)
+        entry.candidate = replace(entry.candidate, verified=found)
         if not compared.agrees:
             self.reject(
-                candidate,
+                entry,
                 f"wrong numbers: {found.leaf} differs from that of the {found.against} by "
                 f"{found.max_abs_err:.3g}, "
                 f"tolerance {found.tolerance:.3g}",
             )
 
-    def _on_bench(self, candidate: Candidate) -> bool:
+    def _compiled_here(self, entry: Entry) -> bool:
         """True for a candidate that is compiled here, to be run."""
-        return candidate.trial.key in self.bench.compiled
+        return entry.candidate.key in self.runner.compiled
 
-    def too_large(self, candidate: Candidate) -> str:
+    def too_large(self, entry: Entry) -> str:
         """Why a candidate cannot be run here: devices on the CPU share the host's memory; empty
         where it can.
         """
-        found, mesh = candidate.trial.compiled, self.prepared.request.mesh
+        found, mesh = entry.candidate.compiled, self.prepared.request.mesh
         if found is None or mesh.platform != "cpu":
             return ""
         need, there = found.peak_bytes * math.prod(mesh.axes.values()), host_bytes()
@@ -364,24 +368,24 @@ class Race:
             return ""
         return f"not run: it needs {bytes_text(need)} on all devices, and this host has {bytes_text(there)}"
 
-    def _other(self, candidate: Candidate) -> Candidate | None:
+    def _other(self, entry: Entry) -> Entry | None:
         """What to compare a candidate with: a compiled candidate, or None for the unsharded
         function.
 
         Raises:
             LookupError: If there is neither.
         """
-        whole = self.predictor.predict(replace(candidate.layout, rules=())).peak_bytes
+        whole = self.predictor.predict(replace(entry.layout, rules=())).peak_bytes
         if whole <= self.predictor.hardware.memory_bytes:
             return None
-        for other in self.candidates:
+        for other in self.entries:
             if (
-                other.trial.compiled is None
-                or other.layout.input_specs() == candidate.layout.input_specs()
+                other.candidate.compiled is None
+                or other.layout.input_specs() == entry.layout.input_specs()
             ):
                 continue
             self._compile(other, to_run=True)
-            if self._on_bench(other):
+            if self._compiled_here(other):
                 return other
         raise LookupError(
             "the unsharded function does not fit on one device, and no second layout was compiled"
@@ -391,31 +395,31 @@ class Race:
         """True after the deadline (`time.monotonic`)."""
         return self.deadline_s is not None and time.monotonic() > self.deadline_s
 
-    def measure(self, candidates: Sequence[Candidate]) -> None:
+    def measure(self, entries: Sequence[Entry]) -> None:
         """Measures candidates against each other, round by round."""
-        self.compile(candidates)
-        alive = [c for c in candidates if c.trial.status != "rejected" and not self.too_large(c)]
+        self.compile(entries)
+        alive = [c for c in entries if c.candidate.status != "rejected" and not self.too_large(c)]
         if not alive or (
-            all(c.trial.measured is not None for c in alive) and not self.shared.again
+            all(c.candidate.measured is not None for c in alive) and not self.shared.again
         ):
             return
 
         def best_s() -> float | None:
             return min(
-                (c.trial.measured.median_s for c in alive if c.trial.measured is not None),
+                (c.candidate.measured.median_s for c in alive if c.candidate.measured is not None),
                 default=None,
             )
 
         self.shared.group("measure", alive, lambda: self._measure(alive), best_s)
 
-    def _measure(self, candidates: Sequence[Candidate]) -> None:
-        for candidate in candidates:
-            self._compile(candidate, to_run=True)
-        by_name = {c.trial.name: c for c in candidates if self._on_bench(c)}
+    def _measure(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._compile(entry, to_run=True)
+        by_name = {c.candidate.name: c for c in entries if self._compiled_here(c)}
         while by_name:
             try:
-                found = self.bench.measure(
-                    {name: c.trial.key for name, c in by_name.items()},
+                found = self.runner.measure(
+                    {name: c.candidate.key for name, c in by_name.items()},
                     self._inputs_fit(list(by_name.values())),
                     self.late,
                     lambda n, best: self.progress.doing(
@@ -427,41 +431,39 @@ class Race:
                 self.reject(by_name.pop(failure.name), f"running failed: {failure.reason}")
                 continue
             for name, measured in found.items():
-                candidate = by_name[name]
-                candidate.trial = replace(candidate.trial, status="measured", measured=measured)
+                entry = by_name[name]
+                entry.candidate = replace(entry.candidate, status="measured", measured=measured)
                 self.progress.say(
                     f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)"
                 )
             return
 
-    def fastest(self, candidates: Sequence[Candidate]) -> Candidate:
+    def fastest(self, entries: Sequence[Entry]) -> Entry:
         """The fastest by the clock; those within noise of it are ordered by prediction, then
         canonical form.
         """
         seconds = {
-            c.trial.key: c.trial.measured.seconds
-            for c in candidates
-            if c.trial.measured is not None
+            c.candidate.key: c.candidate.measured.seconds
+            for c in entries
+            if c.candidate.measured is not None
         }
 
-        def no_slower(mine: Candidate, other: Candidate) -> bool:
-            interval = ratio_interval(seconds[mine.trial.key], seconds[other.trial.key])
+        def no_slower(mine: Entry, other: Entry) -> bool:
+            interval = ratio_interval(seconds[mine.candidate.key], seconds[other.candidate.key])
             return interval.ratio <= NOISE or interval.low <= 1.0
 
         tied = [
-            c
-            for c in candidates
-            if all(no_slower(c, other) for other in candidates if other is not c)
+            c for c in entries if all(no_slower(c, other) for other in entries if other is not c)
         ]
-        return min(tied or candidates, key=lambda c: c.order)
+        return min(tied or entries, key=lambda c: c.order)
 
-    def _inputs_fit(self, candidates: Sequence[Candidate]) -> bool:
+    def _inputs_fit(self, entries: Sequence[Entry]) -> bool:
         memory = self.budget_bytes or self.predictor.hardware.memory_bytes
         need = sum(
-            c.trial.compiled.argument_bytes for c in candidates if c.trial.compiled is not None
+            c.candidate.compiled.argument_bytes for c in entries if c.candidate.compiled is not None
         )
         peak = max(
-            (c.trial.compiled.peak_bytes for c in candidates if c.trial.compiled is not None),
+            (c.candidate.compiled.peak_bytes for c in entries if c.candidate.compiled is not None),
             default=0,
         )
         return need + peak <= memory

@@ -127,7 +127,7 @@ class _Runner:
 
 
 def measure(
-    candidates: Mapping[str, Compiled],
+    programs: Mapping[str, Compiled],
     inputs: Inputs,
     carry: Sequence[tuple[int, int]],
     *,
@@ -141,7 +141,7 @@ def measure(
     counts.
 
     Args:
-        candidates: By name.
+        programs: By name.
         inputs: Where the inputs come from.
         carry: Pairs (input leaf, output leaf) that feed the next step.
         keep_inputs: False where the inputs of all candidates do not fit together: they are made
@@ -156,7 +156,7 @@ def measure(
     """
     runners = {
         name: _Runner(name, c, inputs, carry, keep_inputs, peers, sync)
-        for name, c in candidates.items()
+        for name, c in programs.items()
     }
     for runner in runners.values():
         for _ in range(WARM_UP):

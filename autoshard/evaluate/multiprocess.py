@@ -28,8 +28,8 @@ from autoshard import errors
 from autoshard.compiler.compile import Built, Compiled
 from autoshard.compiler.transfer import whole
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
-from autoshard.evaluate.device_runner import Bench, Compared
-from autoshard.evidence.candidate import Measured, Skipped, Trial
+from autoshard.evaluate.device_runner import Compared, DeviceRunner
+from autoshard.evidence.candidate import Candidate, Measured, Skipped
 from autoshard.evidence.throughput import Throughput
 from autoshard.jax_internals import coordination
 from autoshard.layout.axis_rule import AxisRule
@@ -37,7 +37,7 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.prepare import Prepared
 from autoshard.processes.interrupts import Interrupts
-from autoshard.processes.process_group import Agreement, Ended
+from autoshard.processes.process_group import GroupEnded, ProcessGroup
 from autoshard.tracing.signature import Call
 
 log = logging.getLogger("autoshard.jobs")
@@ -53,7 +53,7 @@ class Outcome:
         inside: Whether it states them inside the function too.
         verified: Whether its outputs were compared.
         reason: With what, or why not.
-        trials: Every candidate.
+        candidates: Every candidate.
         skipped: Presets that make no sense.
         notes: As of the plan, and so are the rest.
         advice: Changes of the program that would gain more.
@@ -68,7 +68,7 @@ class Outcome:
     inside: bool
     verified: bool
     reason: str
-    trials: tuple[Trial, ...]
+    candidates: tuple[Candidate, ...]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
     advice: tuple[str, ...]
@@ -79,7 +79,7 @@ class Outcome:
 
 
 @contextmanager
-def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[Agreement | None]:
+def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[ProcessGroup | None]:
     """The agreement of the processes whose devices are in the mesh; None where that is this process
     alone.
 
@@ -110,17 +110,17 @@ def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[A
             f"Call it in each of them before anything else."
         )
     try:
-        agreement = Agreement(
+        process_group = ProcessGroup(
             store, own, members, limit_s=limit_s, on_interrupt=_thread.interrupt_main
         )
-        with agreement:
+        with process_group:
             try:
-                yield agreement
+                yield process_group
             except AutoshardError as error:
-                if agreement.leads:
-                    agreement.last_command("failed", kind=type(error).__name__, text=str(error))
+                if process_group.leads:
+                    process_group.last_command("failed", kind=type(error).__name__, text=str(error))
                 raise
-    except Ended as ended:
+    except GroupEnded as ended:
         raise ProcessesError(
             f"process {own} of {list(members)}: {ended}. All processes must make the same call. "
             f"With a storage, what "
@@ -149,19 +149,19 @@ def identity_of_values(call: Call) -> str:
 
 
 @dataclass(eq=False)
-class LeadersBench(Bench):
+class MultiProcessRunner(DeviceRunner):
     """A bench on which all processes work; for the leader. Its methods tell the others, and do it
     here as well.
     """
 
-    agreement: Agreement = field(kw_only=True)
+    process_group: ProcessGroup = field(kw_only=True)
     interrupts: Interrupts = field(kw_only=True)
     _forgotten: list[str] = field(default_factory=list)
 
     @contextmanager
     def _step(self, what: str, **arguments: Any) -> Iterator[None]:
-        with self.interrupts.held(), self.agreement.step(on_devices=what in ON_DEVICES):
-            self.agreement.command(what, forget=self._forgotten, **arguments)
+        with self.interrupts.held(), self.process_group.step(on_devices=what in ON_DEVICES):
+            self.process_group.command(what, forget=self._forgotten, **arguments)
             self._forgotten = []
             yield
 
@@ -179,23 +179,29 @@ class LeadersBench(Bench):
     ) -> Compiled:
         """Compiles a layout on all processes; see `Bench`."""
         with self._step("compile", key=key, rules=_plain(layout.rules), inside=layout.inside):
-            self.agreement.together(lambda: _done(Bench.compile(self, key, layout, built, time_of)))
+            self.process_group.together(
+                lambda: _done(DeviceRunner.compile(self, key, layout, built, time_of))
+            )
         return self.compiled[key]
 
-    def refer(self, other: str | None, name: str) -> None:
+    def set_reference(self, other: str | None, name: str) -> None:
         """Runs what is compared with; see `Bench`."""
         with self._step("refer", other=other, called=name):
-            self.agreement.together(lambda: Bench.refer(self, other, name))
+            self.process_group.together(lambda: DeviceRunner.set_reference(self, other, name))
 
     def compare(self, key: str) -> Compared:
         """Compares on each process what it has of the outputs; see `Bench`."""
         with self._step("compare", key=key):
-            return _worst(self.agreement.together(lambda: _plain(Bench.compare(self, key))))
+            return _worst(
+                self.process_group.together(lambda: _plain(DeviceRunner.compare(self, key)))
+            )
 
     def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
         """The same at smaller sizes; see `Bench`."""
         with self._step("compare_small", rules=_plain(layout.rules), inside=layout.inside):
-            answers = self.agreement.together(lambda: _plain(Bench.compare_small(self, layout)))
+            answers = self.process_group.together(
+                lambda: _plain(DeviceRunner.compare_small(self, layout))
+            )
         refused = [answer for answer in answers if isinstance(answer, str)]
         return refused[0] if refused else (_worst([found for found, _ in answers]), answers[0][1])
 
@@ -208,13 +214,13 @@ class LeadersBench(Bench):
     ) -> dict[str, Measured]:
         """Times layouts on all processes; see `Bench`."""
         with self._step("measure", keys=dict(keys), keep_inputs=keep_inputs):
-            return Bench.measure(self, keys, keep_inputs, late, on_round)
+            return DeviceRunner.measure(self, keys, keep_inputs, late, on_round)
 
 
 ON_DEVICES = frozenset({"refer", "compare", "compare_small", "measure"})
 
 
-def follow(agreement: Agreement, bench: Bench, interrupts: Interrupts) -> Outcome:
+def follow(process_group: ProcessGroup, runner: DeviceRunner, interrupts: Interrupts) -> Outcome:
     """Does along what the leader says, until it tells what came of the search.
 
     Raises:
@@ -223,27 +229,29 @@ def follow(agreement: Agreement, bench: Bench, interrupts: Interrupts) -> Outcom
     """
     with interrupts.held():
         while True:
-            name, arguments = agreement.next_command(lambda: interrupts.seen)
+            name, arguments = process_group.next_command(lambda: interrupts.seen)
             if name == "outcome":
                 return msgspec.convert(arguments, Outcome)
             if name == "failed":
                 kind = getattr(errors, arguments["kind"], None)
                 if isinstance(kind, type) and issubclass(kind, AutoshardError):
                     raise kind(arguments["text"])
-                raise Ended(f"process {agreement.members[0]} failed ({arguments['text']})")
+                raise GroupEnded(f"process {process_group.members[0]} failed ({arguments['text']})")
             for key in arguments.pop("forget"):
-                bench.forget(key)
+                runner.forget(key)
             try:
-                with agreement.step(on_devices=name in ON_DEVICES):
-                    _follow_step(agreement, bench, name, arguments)
+                with process_group.step(on_devices=name in ON_DEVICES):
+                    _follow_step(process_group, runner, name, arguments)
             except (
                 Exception
             ) as error:  # the leader knows as well: of a layout, what failed on one process failed
                 log.info("%s: %s", name, error)
 
 
-def _follow_step(agreement: Agreement, bench: Bench, name: str, arguments: dict[str, Any]) -> None:
-    problem = bench.prepared.problem
+def _follow_step(
+    process_group: ProcessGroup, runner: DeviceRunner, name: str, arguments: dict[str, Any]
+) -> None:
+    problem = runner.prepared.problem
 
     def layout() -> Layout:
         return Layout(
@@ -251,15 +259,19 @@ def _follow_step(agreement: Agreement, bench: Bench, name: str, arguments: dict[
         )
 
     if name == "compile":
-        agreement.together(lambda: _done(bench.compile(arguments["key"], layout(), None, None)))
+        process_group.together(
+            lambda: _done(runner.compile(arguments["key"], layout(), None, None))
+        )
     elif name == "refer":
-        agreement.together(lambda: bench.refer(arguments["other"], arguments["called"]))
+        process_group.together(
+            lambda: runner.set_reference(arguments["other"], arguments["called"])
+        )
     elif name == "compare":
-        agreement.together(lambda: _plain(bench.compare(arguments["key"])))
+        process_group.together(lambda: _plain(runner.compare(arguments["key"])))
     elif name == "compare_small":
-        agreement.together(lambda: _plain(bench.compare_small(layout())))
+        process_group.together(lambda: _plain(runner.compare_small(layout())))
     elif name == "measure":
-        bench.measure(arguments["keys"], arguments["keep_inputs"], lambda: False, None)
+        runner.measure(arguments["keys"], arguments["keep_inputs"], lambda: False, None)
     else:
         raise AssertionError(name)
 

@@ -16,8 +16,8 @@ from statistics import median
 from typing import TypeVar
 
 from autoshard.cost_model.hardware.refit import Corrections, Parts, parts_of, refit, time_s
-from autoshard.evaluate.candidate import Candidate
-from autoshard.evaluate.evaluation import Race
+from autoshard.evaluate.entry import Entry
+from autoshard.evaluate.evaluation import Evaluation
 from autoshard.evidence.collectives import Collective
 
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ KNOWN_AT_LEAST = 2
 own."""
 
 
-class Revision:
+class Refit:
     """The evidence of a race, fitted.
 
     Attributes:
@@ -36,66 +36,66 @@ class Revision:
         clock: What compiled seconds are multiplied by to be measured ones.
     """
 
-    def __init__(self, race: Race) -> None:
+    def __init__(self, evaluation: Evaluation) -> None:
         """Fits what is known now."""
-        self._race = race
-        self._overlap = race.predictor.hardware.overlap
-        compiled = [c for c in race.candidates if c.trial.compiled is not None]
+        self._race = evaluation
+        self._overlap = evaluation.predictor.hardware.overlap
+        compiled = [c for c in evaluation.entries if c.candidate.compiled is not None]
         self.compiler = _by_form(compiled, self._of_compiler)
         self._peaks = _by_form(compiled, _peak_ratio)
         measured = [
-            (self._compiled(c), c.trial.measured.median_s)
+            (self._compiled(c), c.candidate.measured.median_s)
             for c in compiled
-            if c.trial.measured is not None
+            if c.candidate.measured is not None
         ]
         self.clock = refit(measured, self._overlap)
 
-    def time_s(self, candidate: Candidate) -> float:
+    def time_s(self, entry: Entry) -> float:
         """Seconds of a step by all that is known: measured, else expected of the clock."""
-        trial = candidate.trial
-        if trial.measured is not None:
-            return trial.measured.median_s
-        known = trial.compiled is not None
-        parts = self._compiled(candidate) if known else self.compiler[candidate.layout.inside].scaled(
-            self._uncompiled(candidate)
+        candidate = entry.candidate
+        if candidate.measured is not None:
+            return candidate.measured.median_s
+        known = candidate.compiled is not None
+        parts = self._compiled(entry) if known else self.compiler[entry.layout.inside].scaled(
+            self._uncompiled(entry)
         )  # fmt: skip
         return time_s(self.clock.scaled(parts), self._overlap)
 
-    def peak_bytes(self, candidate: Candidate) -> int:
+    def peak_bytes(self, entry: Entry) -> int:
         """Compiled peak, else what is expected of the compiler."""
-        if candidate.trial.compiled is not None:
-            return candidate.trial.compiled.peak_bytes
-        return int(self._peaks[candidate.layout.inside] * candidate.proposal.prediction.peak_bytes)
+        if entry.candidate.compiled is not None:
+            return entry.candidate.compiled.peak_bytes
+        return int(self._peaks[entry.layout.inside] * entry.proposal.prediction.peak_bytes)
 
-    def order(self, candidate: Candidate) -> tuple[object, ...]:
+    def order(self, entry: Entry) -> tuple[object, ...]:
         """Order of candidates: those that fit the budget by time, then the others by how far they
         are over it.
         """
         excess = max(
-            0, self.peak_bytes(candidate) - (self._race.budget_bytes or self.peak_bytes(candidate))
+            0, self.peak_bytes(entry) - (self._race.budget_bytes or self.peak_bytes(entry))
         )
-        return excess, float(f"{self.time_s(candidate):.4g}"), candidate.order
+        return excess, float(f"{self.time_s(entry):.4g}"), entry.order
 
-    def _of_compiler(self, compiled: Sequence[Candidate]) -> Corrections:
+    def _of_compiler(self, compiled: Sequence[Entry]) -> Corrections:
         found = [
-            (self._uncompiled(c), c.trial.compiled.time_s)
+            (self._uncompiled(c), c.candidate.compiled.time_s)
             for c in compiled
-            if c.trial.compiled is not None
+            if c.candidate.compiled is not None
         ]
         return refit(found, self._overlap)
 
-    def _uncompiled(self, candidate: Candidate) -> Parts:
+    def _uncompiled(self, entry: Entry) -> Parts:
         """Parts by the best word there is before the compiler's: the partitioner's, else the
         model's.
         """
-        prediction, parted = candidate.proposal.prediction, candidate.trial.partitioned
+        prediction, parted = entry.proposal.prediction, entry.candidate.partitioned
         collectives = (
             prediction.collectives if parted is None else self._as_sent(parted.collectives)
         )
         return self._parts(prediction.compute_s, collectives)
 
-    def _compiled(self, candidate: Candidate) -> Parts:
-        found = candidate.trial.compiled
+    def _compiled(self, entry: Entry) -> Parts:
+        found = entry.candidate.compiled
         assert found is not None
         return self._parts(found.compute_s, found.collectives)
 
@@ -113,9 +113,7 @@ class Revision:
         return parts_of(predictor.hardware, predictor.problem.mesh_axes, compute_s, collectives)
 
 
-def _by_form(
-    compiled: Sequence[Candidate], fit: Callable[[Sequence[Candidate]], _T]
-) -> dict[bool, _T]:
+def _by_form(compiled: Sequence[Entry], fit: Callable[[Sequence[Entry]], _T]) -> dict[bool, _T]:
     """What is fitted to the candidates of each form; to all of them where one has too few."""
     found = {}
     for inside in (True, False):
@@ -124,11 +122,11 @@ def _by_form(
     return found
 
 
-def _peak_ratio(compiled: Sequence[Candidate]) -> float:
+def _peak_ratio(compiled: Sequence[Entry]) -> float:
     """Median of compiled over predicted peaks; 1 without any."""
     ratios = [
-        c.trial.compiled.peak_bytes / c.proposal.prediction.peak_bytes
+        c.candidate.compiled.peak_bytes / c.proposal.prediction.peak_bytes
         for c in compiled
-        if c.trial.compiled is not None and c.proposal.prediction.peak_bytes
+        if c.candidate.compiled is not None and c.proposal.prediction.peak_bytes
     ]
     return median(ratios) if ratios else 1.0

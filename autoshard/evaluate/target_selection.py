@@ -17,9 +17,9 @@ from autoshard.compiler.cache import Refusal
 from autoshard.compiler.compile import Reading, build, evidence_of
 from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.cost_model.predict import Predictor
-from autoshard.evaluate.candidate import Candidate
 from autoshard.evaluate.effort import Effort
-from autoshard.evaluate.evaluation import Race, one_line, step_s
+from autoshard.evaluate.entry import Entry
+from autoshard.evaluate.evaluation import Evaluation, one_line, step_s
 from autoshard.evaluate.failures import all_rejected, infeasible
 from autoshard.evaluate.selection import (
     by_compiled_time,
@@ -40,27 +40,31 @@ QUICK_SLACK = 1.15
 smaller (by its peak)."""
 
 
-def climb_target(race: Race, proposals: Proposals, effort: Effort, pool: CompilePool) -> Candidate:
+def select_on_target(
+    evaluation: Evaluation, proposals: Proposals, effort: Effort, pool: CompilePool
+) -> Entry:
     """Climbs the ladder on hardware that is not here; returns the winner."""
-    race.enter(proposals.ranked)
+    evaluation.enter(proposals.ranked)
     if not effort.compiled:
-        return uncompiled_best(race, proposals, effort)
-    return _Climb(race, pool).climb(_unlike(choose_compiled(race, effort)), effort, proposals)
+        return uncompiled_best(evaluation, proposals, effort)
+    return _TargetSelection(evaluation, pool).select(
+        _unlike(choose_compiled(evaluation, effort)), effort, proposals
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class _Climb:
-    race: Race
+class _TargetSelection:
+    evaluation: Evaluation
     pool: CompilePool
 
-    def climb(self, chosen: Sequence[Candidate], effort: Effort, proposals: Proposals) -> Candidate:
-        race = self.race
+    def select(self, chosen: Sequence[Entry], effort: Effort, proposals: Proposals) -> Entry:
+        evaluation = self.evaluation
         if self._has_quick_level:
-            self._compile([c for c in chosen if c.trial.compiled is None], "quick")
+            self._compile([c for c in chosen if c.candidate.compiled is None], "quick")
         waiting = [
             c
-            for c in race.candidates
-            if c.trial.status != "rejected" and (c in chosen or _compiled(c))
+            for c in evaluation.entries
+            if c.candidate.status != "rejected" and (c in chosen or _compiled(c))
         ]
         waiting.sort(key=lambda c: c.order)
         left = waiting
@@ -68,108 +72,115 @@ class _Climb:
             batch = with_presets(left, effort.full, presets_at_least=max(1, effort.full // 2))
             self._compile([c for c in batch if not _compiled(c, "full")], "full")
             left = [c for c in left if c not in batch]
-            fitting = [c for c in waiting if c.trial.status != "rejected" and _compiled(c, "full")]
+            fitting = [
+                c for c in waiting if c.candidate.status != "rejected" and _compiled(c, "full")
+            ]
             if fitting:
                 return by_compiled_time(fitting)[0]
-            if race.late():
+            if evaluation.late():
                 break
         return self._smallest(effort, proposals)
 
-    def _smallest(self, effort: Effort, proposals: Proposals) -> Candidate:
+    def _smallest(self, effort: Effort, proposals: Proposals) -> Entry:
         """Where nothing that was chosen fits: those of the smallest predicted peak, before saying
         that none does.
         """
-        race = self.race
-        rest = [c for c in race.candidates if c.trial.status != "rejected" and not _compiled(c)]
-        rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.trial.key))
+        evaluation = self.evaluation
+        rest = [
+            c for c in evaluation.entries if c.candidate.status != "rejected" and not _compiled(c)
+        ]
+        rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.candidate.key))
         smallest = (
             rest[: effort.full] + [c for c in rest[effort.full :] if c.is_preset][: effort.full]
         )
         self._compile(smallest, "full")
-        fitting = [c for c in smallest if c.trial.status != "rejected" and _compiled(c, "full")]
+        fitting = [c for c in smallest if c.candidate.status != "rejected" and _compiled(c, "full")]
         if fitting:
             return by_compiled_time(fitting)[0]
-        some = any(_compiled(c) for c in race.candidates)
+        some = any(_compiled(c) for c in evaluation.entries)
         raise (
-            infeasible(race, proposals, compiled=True)
-            if some or race.refusals
-            else all_rejected(race)
+            infeasible(evaluation, proposals, compiled=True)
+            if some or evaluation.refusals
+            else all_rejected(evaluation)
         )
 
     @property
     def _has_quick_level(self) -> bool:
-        stated = self.race.compiler_options or {}
+        stated = self.evaluation.compiler_options or {}
         return (
-            self.race.prepared.request.mesh.platform == "tpu" and "optimization_level" not in stated
+            self.evaluation.prepared.request.mesh.platform == "tpu"
+            and "optimization_level" not in stated
         )
 
-    def _compile(self, candidates: Sequence[Candidate], level: Level) -> None:
-        shared = self.race.shared
+    def _compile(self, entries: Sequence[Entry], level: Level) -> None:
+        shared = self.evaluation.shared
         if shared.tasks.alone:
-            self._compile_here(candidates, level)
+            self._compile_here(entries, level)
         else:
             shared.each(
                 level,
-                candidates,
+                entries,
                 lambda c: self._compile_here([c], level),
                 needs="compile",
-                stop=self.race.late,
+                stop=self.evaluation.late,
             )
 
-    def _compile_here(self, candidates: Sequence[Candidate], level: Level) -> None:
-        race, mesh = self.race, self.race.prepared.request.mesh
-        options = dict(race.compiler_options or {}) | (
+    def _compile_here(self, entries: Sequence[Entry], level: Level) -> None:
+        evaluation, mesh = self.evaluation, self.evaluation.prepared.request.mesh
+        options = dict(evaluation.compiler_options or {}) | (
             executables.quick_compile_options() if level == "quick" else {}
         )
         jobs: list[Job] = []
-        owners: list[Candidate] = []
-        for candidate in candidates:
+        owners: list[Entry] = []
+        for entry in entries:
             try:
-                built = candidate.built or build(race.prepared.traced, candidate.layout, mesh)
+                built = entry.built or build(evaluation.prepared.traced, entry.layout, mesh)
             except Exception as error:
-                race.reject(candidate, f"lowering failed: {one_line(error)}")
+                evaluation.reject(entry, f"lowering failed: {one_line(error)}")
                 continue
-            owners.append(candidate)
+            owners.append(entry)
             jobs.append(Job(built, options))
         if not jobs:
             return
-        race.progress.say(f"compiling {len(jobs)} candidates for {mesh.target}, {level} level")
+        evaluation.progress.say(
+            f"compiling {len(jobs)} candidates for {mesh.target}, {level} level"
+        )
         done = 0
 
         def take(number: int, outcome: Outcome) -> None:
             nonlocal done
             done += 1
             self._take(owners[number], outcome, level)
-            race.progress.doing(f"compiled {done} of {len(jobs)}, {level} level")
+            evaluation.progress.doing(f"compiled {done} of {len(jobs)}, {level} level")
 
-        self.pool.compile(jobs, take, race.late)
+        self.pool.compile(jobs, take, evaluation.late)
 
-    def _take(self, candidate: Candidate, outcome: Outcome, level: Level) -> None:
-        race = self.race
+    def _take(self, entry: Entry, outcome: Outcome, level: Level) -> None:
+        evaluation = self.evaluation
         slack = QUICK_SLACK if level == "quick" else 1.0
         if isinstance(outcome, Refusal):
-            race.refusals.append(outcome.needed_bytes)
+            evaluation.refusals.append(outcome.needed_bytes)
             if outcome.needed_bytes > slack * outcome.available_bytes:
                 needs, has = bytes_text(outcome.needed_bytes), bytes_text(outcome.available_bytes)
-                race.reject(
-                    candidate,
+                evaluation.reject(
+                    entry,
                     f"needs {needs} per device (the compiler refuses it), the device has {has}",
                 )
             return
         if not isinstance(outcome, Reading):
-            race.reject(candidate, f"compilation failed: {outcome.reason}")
+            evaluation.reject(entry, f"compilation failed: {outcome.reason}")
             return
-        mesh = race.prepared.request.mesh
+        mesh = evaluation.prepared.request.mesh
         found = priced(
-            outcome, mesh, race.predictor, candidate.proposal.prediction.compute_s, level
+            outcome, mesh, evaluation.predictor, entry.proposal.prediction.compute_s, level
         )
-        candidate.trial = replace(candidate.trial, status="compiled", compiled=found)
-        over = race.over_budget(candidate)
-        if over and found.peak_bytes > slack * (race.budget_bytes or 0):
-            race.reject(candidate, over)
+        entry.candidate = replace(entry.candidate, status="compiled", compiled=found)
+        over = evaluation.over_budget(entry)
+        if over and found.peak_bytes > slack * (evaluation.budget_bytes or 0):
+            evaluation.reject(entry, over)
             return
-        race.progress.say(
-            f"{candidate.trial.name}: compiled ({level}) in {seconds_text(found.compile_s)}, step "
+        evaluation.progress.say(
+            f"{entry.candidate.name}: compiled ({level}) in {seconds_text(found.compile_s)}, step "
             f"{seconds_text(found.time_s)}, {bytes_text(found.collective_bytes)} moved, peak "
             f"{bytes_text(found.peak_bytes)}"
         )
@@ -192,26 +203,28 @@ def priced(
     )
 
 
-def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _unlike(entries: Sequence[Entry]) -> list[Entry]:
     """Without those that move the same data as an earlier one: compiling takes a minute, and they
     are as good.
     """
     seen: set[object] = set()
     kept = []
-    for candidate in candidates:
-        trial = candidate.trial
+    for entry in entries:
+        candidate = entry.candidate
         looks = (
-            trial.constraints,
-            trial.partitioned.collectives if trial.partitioned is not None else trial.key,
-            f"{candidate.proposal.prediction.peak_bytes:.2g}",
+            candidate.constraints,
+            candidate.partitioned.collectives
+            if candidate.partitioned is not None
+            else candidate.key,
+            f"{entry.proposal.prediction.peak_bytes:.2g}",
         )
-        if looks not in seen or candidate.is_preset:
-            kept.append(candidate)
+        if looks not in seen or entry.is_preset:
+            kept.append(entry)
         seen.add(looks)
     return kept
 
 
-def _compiled(candidate: Candidate, level: Level | None = None) -> bool:
+def _compiled(entry: Entry, level: Level | None = None) -> bool:
     """True if there is evidence of a compiled program (of this level)."""
-    found = candidate.trial.compiled
+    found = entry.candidate.compiled
     return found is not None and (level is None or found.level == level)

@@ -178,7 +178,7 @@ def rounding_of(classes: AxisClasses) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Trusted:
+class ReferenceFunction:
     """A way to run the function whose outputs others are compared with.
 
     Attributes:
@@ -192,7 +192,7 @@ class Trusted:
     against: str
 
 
-def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
+def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> ReferenceFunction:
     """The unsharded function on one device, from the jaxpr that jax traced.
 
     A function that names several devices itself (a nested jit with shardings, a shard_map) cannot
@@ -207,15 +207,17 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> Trusted:
     except ValueError:
         if len(mesh.processes) > 1:  # so that every process has the whole outputs
             run = jax.jit(run, out_shardings=NamedSharding(mesh.auto, PartitionSpec()))
-        return Trusted(
+        return ReferenceFunction(
             run, (NamedSharding(mesh.auto, PartitionSpec()),) * count, "replicated function"
         )
-    return Trusted(run, alone, "unsharded function")
+    return ReferenceFunction(run, alone, "unsharded function")
 
 
-def reference_of(trusted: Trusted, classes: AxisClasses, inputs: Inputs) -> Reference:
+def reference_of(
+    reference_function: ReferenceFunction, classes: AxisClasses, inputs: Inputs
+) -> Reference:
     """Runs a trusted way, and again with every float input nudged by one unit in the last place."""
-    run, shardings = trusted.run, trusted.shardings
+    run, shardings = reference_function.run, reference_function.shardings
     outputs = [to_numpy(leaf) for leaf in run(*inputs.place(shardings))]
     nudged = [_nudged(run, inputs, shardings, seed) for seed in range(NUDGES)]
     rounding = rounding_of(classes)
@@ -240,7 +242,9 @@ def reference_of(trusted: Trusted, classes: AxisClasses, inputs: Inputs) -> Refe
             + float(np.finfo(np.float32).tiny)
         )
     paths = classes.program.output_paths
-    return Reference(tuple(outputs), tuple(unstable), tuple(tolerances), trusted.against, paths)
+    return Reference(
+        tuple(outputs), tuple(unstable), tuple(tolerances), reference_function.against, paths
+    )
 
 
 def _nudged(

@@ -100,7 +100,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Candidate:
     """One candidate.
 
     Attributes:
@@ -131,8 +131,8 @@ class Trial:
     verified: Verified | None = None
     measured: Measured | None = None
 
-    def reject(self, reason: str) -> Trial:
-        """This trial, rejected."""
+    def reject(self, reason: str) -> Candidate:
+        """This candidate, rejected."""
         return replace(self, status="rejected", reason=reason)
 
     def to_dict(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ it."""
 POLL_S = 1.0
 
 
-class Ended(BaseException):
+class GroupEnded(BaseException):
     """The group of processes is no more. No candidate is at fault: as an interruption, it passes
     `except Exception`.
     """
@@ -94,7 +94,7 @@ class Alone:
 ALONE = Alone()
 
 
-class Agreement:
+class ProcessGroup:
     """One search as one of its processes sees it; a context manager."""
 
     def __init__(
@@ -136,12 +136,12 @@ class Agreement:
         """True in the process that decides."""
         return self.own == self.members[0]
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> ProcessGroup:
         group = "autoshard/" + "-".join(map(str, self.members))
         try:
             number = self._store.count(f"{group}/count/{self.own}")
         except RuntimeError as error:
-            raise Ended(
+            raise GroupEnded(
                 f"jax's coordination service does not answer ({_one_line(error)})"
             ) from None
         self._prefix = f"{group}/{number}/"
@@ -176,7 +176,7 @@ class Agreement:
             on_devices: Something is run in it that waits for the other processes.
         """
         if self._broken:
-            raise Ended(self._broken)
+            raise GroupEnded(self._broken)
         self._at = self._at[0] + 1, 0
         self._watched = on_devices
         try:
@@ -238,7 +238,7 @@ class Agreement:
             error, failed = caught, _one_line(caught)
         try:
             answers = self.gather(value, failed)
-        except Ended as ended:
+        except GroupEnded as ended:
             if not failed:
                 raise
             self._broken = str(
@@ -263,7 +263,7 @@ class Agreement:
             differs = [f"{k}: {v!r} there, {first.get(k)!r} on process {self.members[0]}" for k, v in other.items()
                        if first.get(k) != v]  # fmt: skip
             if differs:
-                raise Ended(
+                raise GroupEnded(
                     f"process {member} was called for something else ({'; '.join(differs)})"
                 )
 
@@ -300,7 +300,7 @@ class Agreement:
                 return name, arguments
             ends = self._said("end")
             if leader in ends and self._get(key) is None:  # its last command came before its end
-                raise Ended(f"process {leader} ended the search ({ends[leader]})")
+                raise GroupEnded(f"process {leader} ended the search ({ends[leader]})")
 
     # Waiting --------------------------------------------------------------------------------------
 
@@ -319,15 +319,15 @@ class Agreement:
             for who, why in self._said(f"{step}/left").items():
                 raise LeftError(f"process {who} left: {why}")
             for who, why in self._said("end").items():
-                raise Ended(f"process {who} ended the search ({why})")
+                raise GroupEnded(f"process {who} ended the search ({why})")
             if time.monotonic() > until:
-                raise Ended(f"process {member} has not answered for {self.limit_s:g} s")
+                raise GroupEnded(f"process {member} has not answered for {self.limit_s:g} s")
 
     def _get(self, key: str) -> bytes | None:
         try:
             return self._store.get(key, POLL_S)
         except RuntimeError as error:
-            raise Ended(
+            raise GroupEnded(
                 f"jax's coordination service does not answer ({_one_line(error)})"
             ) from None
 
@@ -335,7 +335,7 @@ class Agreement:
         try:
             self._store.put(key, value)
         except RuntimeError as error:
-            raise Ended(
+            raise GroupEnded(
                 f"jax's coordination service does not answer ({_one_line(error)})"
             ) from None
 
@@ -348,7 +348,7 @@ class Agreement:
         try:
             found = self._store.below(f"{self._prefix}{what}/")
         except RuntimeError as error:
-            raise Ended(
+            raise GroupEnded(
                 f"jax's coordination service does not answer ({_one_line(error)})"
             ) from None
         by_member = {
@@ -369,7 +369,7 @@ class Agreement:
                     self.on_interrupt()
                 at = self._at
                 why, failed = self._missing(at) if self._watched else ("", False)
-            except (Ended, RuntimeError):
+            except (GroupEnded, RuntimeError):
                 continue  # the main thread finds out as well; where it cannot, jax ends the process
             now_s = time.monotonic()
             if not why or self._at != at or not self._watched:
@@ -410,6 +410,6 @@ class Agreement:
 
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    if isinstance(error, Ended):
+    if isinstance(error, GroupEnded):
         return text[0]
     return f"{type(error).__name__}: {text[0][:300] if text else ''}"

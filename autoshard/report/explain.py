@@ -19,7 +19,7 @@ from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.hardware.refit import summary_s
 from autoshard.cost_model.memory_breakdown import Purpose, purposes
 from autoshard.cost_model.predict import Predictor
-from autoshard.evidence.candidate import Trial
+from autoshard.evidence.candidate import Candidate
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
@@ -81,7 +81,7 @@ class Explanation:
     compiled_s: float | None
     measured_s: float | None
     reasons: tuple[tuple[str, str], ...]
-    pareto: tuple[Trial, ...] = ()
+    pareto: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
         parts: list[object] = [_moved_table(self), _memory_table(self), _throughput_table(self)]
@@ -104,7 +104,7 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
     """
     predictor = predictor_for(plan, hardware)
     prediction = predictor.predict(plan.layout)
-    winner = next((t for t in plan.trials if t.status == "winner"), None)
+    winner = next((t for t in plan.candidates if t.status == "winner"), None)
     ops: tuple[CollectiveOp, ...] = ()
     compiled_s: float | None = None
     stored = {name: count for name, count in prediction.argument_bytes.items() if count}
@@ -145,24 +145,26 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
         if winner is not None and winner.measured is not None
         else None,
         reasons=tuple(_reasons(plan, predictor, winner)),
-        pareto=pareto(plan.trials),
+        pareto=pareto(plan.candidates),
     )
 
 
-def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Trials that no other one beats in both predicted time and predicted peak memory, fastest
     first.
     """
-    kept: list[Trial] = []
+    kept: list[Candidate] = []
     least_bytes: int | None = None
     known = [
-        (t.predicted, t) for t in trials if t.predicted is not None and t.constraints == "anchors"
+        (t.predicted, t)
+        for t in candidates
+        if t.predicted is not None and t.constraints == "anchors"
     ]
-    for found, trial in sorted(
+    for found, candidate in sorted(
         known, key=lambda item: (item[0].time_s, item[0].peak_bytes, item[1].key)
     ):
         if least_bytes is None or found.peak_bytes < least_bytes:
-            kept.append(trial)
+            kept.append(candidate)
             least_bytes = found.peak_bytes
     return tuple(kept)
 
@@ -238,41 +240,43 @@ def _rules_by_line(layout: Layout) -> Mapping[str, tuple[AxisRule, ...]]:
 
 
 def _reasons(
-    plan: BoundPlan, predictor: Predictor, winner: Trial | None
+    plan: BoundPlan, predictor: Predictor, winner: Candidate | None
 ) -> Iterator[tuple[str, str]]:
     """For each preset that is not the plan, why: rejected and for what, or slower by which
     collective.
     """
     if winner is None:
         return
-    for trial in plan.trials:
-        if trial.origin.startswith("preset") and trial is not winner:
-            reason = trial.reason.splitlines()[0] if trial.reason else ""
+    for candidate in plan.candidates:
+        if candidate.origin.startswith("preset") and candidate is not winner:
+            reason = candidate.reason.splitlines()[0] if candidate.reason else ""
             yield (
-                trial.name,
-                reason if trial.status == "rejected" else _slower(plan, predictor, trial, winner),
+                candidate.name,
+                reason
+                if candidate.status == "rejected"
+                else _slower(plan, predictor, candidate, winner),
             )
 
 
-def _slower(plan: BoundPlan, predictor: Predictor, trial: Trial, winner: Trial) -> str:
+def _slower(plan: BoundPlan, predictor: Predictor, candidate: Candidate, winner: Candidate) -> str:
     """The reason why a candidate that would work lost."""
-    if trial.measured is not None and winner.measured is not None:
-        mine, best, word = trial.measured.median_s, winner.measured.median_s, "measured"
-    elif trial.compiled is not None and winner.compiled is not None:
-        mine, best, word = trial.compiled.time_s, winner.compiled.time_s, "compiled"
-    elif trial.predicted is not None and winner.predicted is not None:
-        mine, best, word = trial.predicted.time_s, winner.predicted.time_s, "predicted"
+    if candidate.measured is not None and winner.measured is not None:
+        mine, best, word = candidate.measured.median_s, winner.measured.median_s, "measured"
+    elif candidate.compiled is not None and winner.compiled is not None:
+        mine, best, word = candidate.compiled.time_s, winner.compiled.time_s, "compiled"
+    elif candidate.predicted is not None and winner.predicted is not None:
+        mine, best, word = candidate.predicted.time_s, winner.predicted.time_s, "predicted"
     else:
         return "nothing is known of it"
     times = f"{seconds_text(mine)} against {seconds_text(best)} ({word})"
-    if trial.compiled is not None and winner.compiled is not None:
-        theirs, ours = trial.compiled.collectives, winner.compiled.collectives
+    if candidate.compiled is not None and winner.compiled is not None:
+        theirs, ours = candidate.compiled.collectives, winner.compiled.collectives
     else:
         theirs, ours = (
             predictor.predict(
                 Layout(plan.layout.problem, tuple(map(AxisRule.parse, t.rules)))
             ).collectives
-            for t in (trial, winner)
+            for t in (candidate, winner)
         )
     extra: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     sent: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
@@ -360,12 +364,15 @@ def _pareto_table(found: Explanation) -> Table:
     for name in ("step", "peak", "step, compiled", "peak, compiled"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("rules")
-    for trial in found.pareto:
-        assert trial.predicted is not None
-        seen = trial.compiled
+    for candidate in found.pareto:
+        assert candidate.predicted is not None
+        seen = candidate.compiled
         compiled = (
             ("", "") if seen is None else (seconds_text(seen.time_s), bytes_text(seen.peak_bytes))
         )
-        predicted = seconds_text(trial.predicted.time_s), bytes_text(trial.predicted.peak_bytes)
-        table.add_row(trial.name, *predicted, *compiled, ", ".join(trial.rules))
+        predicted = (
+            seconds_text(candidate.predicted.time_s),
+            bytes_text(candidate.predicted.peak_bytes),
+        )
+        table.add_row(candidate.name, *predicted, *compiled, ", ".join(candidate.rules))
     return table

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autoshard.evidence.candidate import Trial
+from autoshard.evidence.candidate import Candidate
 from autoshard.report.svg import Point, mesh_svg, scatter_svg
 from autoshard.table.leaf_patterns import fold
-from autoshard.table.spec_table import Leaf, SpecTable, spec_text, trials_of
+from autoshard.table.spec_table import Leaf, SpecTable, candidates_of, spec_text
 from autoshard.text import bytes_text, printable, seconds_text
 
 _GROUPS = ("parameters", "optimizer", "data", "other")
@@ -24,14 +24,14 @@ _KEY_BYTES = 8
 
 def report_html(table: SpecTable) -> str:
     """The page."""
-    trials = trials_of(table)
+    candidates = candidates_of(table)
     title = f"{table.function} on {_mesh_text(table)}"
     body = "\n".join(
         [
-            _head(table, trials, title),
+            _head(table, candidates, title),
             _stored(table),
-            _candidates(trials),
-            _plots(trials),
+            _candidates(candidates),
+            _plots(candidates),
             _rules(table),
             _specs(table),
             _constraints(table),
@@ -47,7 +47,7 @@ def fragment_html(table: SpecTable) -> str:
     return "\n".join(
         [
             f"<p><b>{_safe(table.function)}</b> on {_safe(_mesh_text(table))}</p>",
-            *(f"<p>{sentence}</p>" for sentence in summary(table, trials_of(table))),
+            *(f"<p>{sentence}</p>" for sentence in summary(table, candidates_of(table))),
             f"<p>Rules: "
             f"{', '.join(f'<code>{_safe(rule)}</code>' for rule in table.rules) or 'none'}</p>",
             _leaf_table(table.inputs, ""),
@@ -88,7 +88,7 @@ def _by_group(table: SpecTable, of_one: bool) -> dict[str, int]:
     return {group: count for group, count in found.items() if count}
 
 
-def summary(table: SpecTable, trials: Sequence[Trial]) -> list[str]:
+def summary(table: SpecTable, candidates: Sequence[Candidate]) -> list[str]:
     """The plan in plain words, a sentence each (HTML)."""
     devices = math.prod(table.mesh.axes.values())
     one, whole = sum(_by_group(table, True).values()), sum(_by_group(table, False).values())
@@ -108,8 +108,8 @@ def summary(table: SpecTable, trials: Sequence[Trial]) -> list[str]:
     idle = [axis for axis in table.mesh.axes if axis not in used]
     if idle:
         sentences.append(f"No argument is split over {_safe(', '.join(idle))}.")
-    winner = next((t for t in trials if t.status == "winner"), None)
-    presets = [t for t in trials if t.origin.startswith("preset") and t is not winner]
+    winner = next((t for t in candidates if t.status == "winner"), None)
+    presets = [t for t in candidates if t.origin.startswith("preset") and t is not winner]
     if winner is not None and not table.edited:
         sentences += _against(winner, presets)
     compared = "compared and agree" if table.verified.startswith("yes") else "not compared"
@@ -119,7 +119,7 @@ def summary(table: SpecTable, trials: Sequence[Trial]) -> list[str]:
     return sentences
 
 
-def _against(winner: Trial, presets: Sequence[Trial]) -> list[str]:
+def _against(winner: Candidate, presets: Sequence[Candidate]) -> list[str]:
     standard = winner.origin.startswith("preset")
     found = [f"It is the standard layout <b>{_safe(winner.name)}</b>."] if standard else []
     measured = [t for t in presets if t.measured]
@@ -153,7 +153,7 @@ def _against(winner: Trial, presets: Sequence[Trial]) -> list[str]:
     return found
 
 
-def _head(table: SpecTable, trials: Sequence[Trial], title: str) -> str:
+def _head(table: SpecTable, candidates: Sequence[Candidate], title: str) -> str:
     yes = table.verified.startswith("yes")
     stale = (
         '<div class="banner"><b>Stale.</b> Specs or rules were edited after the search: the '
@@ -163,16 +163,16 @@ def _head(table: SpecTable, trials: Sequence[Trial], title: str) -> str:
     badge = f'<span class="badge {"good" if yes else "bad"}">{"verified" if yes else "not verified"}</span>'
     when = table.evidence.when.replace("T", " ").replace("Z", " UTC")
     searched = f"searched {when}" if when else "not searched: a known layout"
-    sentences = "".join(f"<p>{sentence}</p>" for sentence in summary(table, trials))
+    sentences = "".join(f"<p>{sentence}</p>" for sentence in summary(table, candidates))
     return (
         f'<header><h1>{_safe(title)}</h1><p>{badge}<span class="soft '
         f'small">{_safe(searched)}</span></p></header>'
-        f"{stale}<section>{sentences}</section>{_cards(trials, table)}"
+        f"{stale}<section>{sentences}</section>{_cards(candidates, table)}"
     )
 
 
-def _cards(trials: Sequence[Trial], table: SpecTable) -> str:
-    winner = next((t for t in trials if t.status == "winner"), None)
+def _cards(candidates: Sequence[Candidate], table: SpecTable) -> str:
+    winner = next((t for t in candidates if t.status == "winner"), None)
     cards = []
     if winner is not None and winner.measured:
         cards.append(
@@ -229,8 +229,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _candidates(trials: Sequence[Trial]) -> str:
-    if not trials:
+def _candidates(candidates: Sequence[Candidate]) -> str:
+    if not candidates:
         return '<h2>Candidates</h2><p class="soft">None: this layout was applied, not searched.</p>'
     rows, classes = [], []
     order = {
@@ -242,7 +242,7 @@ def _candidates(trials: Sequence[Trial]) -> str:
         "rejected": 5,
     }
     for t in sorted(
-        trials,
+        candidates,
         key=lambda t: (order[t.status], t.measured.median_s if t.measured else _predicted(t)),
     ):
         p, c, m = t.predicted, t.compiled, t.measured
@@ -273,27 +273,27 @@ def _candidates(trials: Sequence[Trial]) -> str:
     )
 
 
-def _predicted(trial: Trial) -> float:
-    return trial.predicted.time_s if trial.predicted else math.inf
+def _predicted(candidate: Candidate) -> float:
+    return candidate.predicted.time_s if candidate.predicted else math.inf
 
 
-def _kind(trial: Trial) -> str:
+def _kind(candidate: Candidate) -> str:
     return (
         "winner"
-        if trial.status == "winner"
+        if candidate.status == "winner"
         else "preset"
-        if trial.origin.startswith("preset")
+        if candidate.origin.startswith("preset")
         else "dot"
     )
 
 
-def _plots(trials: Sequence[Trial]) -> str:
-    measured = sum(t.measured is not None for t in trials) >= 2
+def _plots(candidates: Sequence[Candidate]) -> str:
+    measured = sum(t.measured is not None for t in candidates) >= 2
     time_name = "time, measured" if measured else "time, predicted"
-    compiled = sum(t.compiled is not None for t in trials) >= 2
+    compiled = sum(t.compiled is not None for t in candidates) >= 2
     memory_name = "peak a device, compiled" if compiled else "peak a device, predicted"
 
-    def time(t: Trial) -> float:
+    def time(t: Candidate) -> float:
         return (
             (t.measured.median_s if t.measured else 0.0)
             if measured
@@ -302,7 +302,7 @@ def _plots(trials: Sequence[Trial]) -> str:
             else 0.0
         )
 
-    def memory(t: Trial) -> float:
+    def memory(t: Candidate) -> float:
         return (
             (t.compiled.peak_bytes if t.compiled else 0)
             if compiled
@@ -311,10 +311,10 @@ def _plots(trials: Sequence[Trial]) -> str:
             else 0
         )
 
-    def points(of: Iterable[tuple[Trial, float, float]]) -> list[Point]:
+    def points(of: Iterable[tuple[Candidate, float, float]]) -> list[Point]:
         return [Point(x, y, t.name, _kind(t)) for t, x, y in of if x > 0 and y > 0]
 
-    trade = points((t, memory(t), time(t)) for t in trials)
+    trade = points((t, memory(t), time(t)) for t in candidates)
     plots = []
     if len(trade) >= 2:
         drawing = scatter_svg(trade, memory_name, time_name, bytes_text, seconds_text, front=True)
@@ -333,7 +333,7 @@ def _plots(trials: Sequence[Trial]) -> str:
         ("time", "measured", seconds_text, lambda t: t.predicted.time_s, lambda t: t.measured and t.measured.median_s),
     )  # fmt: skip
     for what, source, text, predicted, found in compared:
-        both = points((t, predicted(t), found(t) or 0) for t in trials if t.predicted)
+        both = points((t, predicted(t), found(t) or 0) for t in candidates if t.predicted)
         if len(both) >= 2:
             drawing = scatter_svg(
                 both, f"{what}, predicted", f"{what}, {source}", text, text, diagonal=True

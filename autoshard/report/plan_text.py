@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from autoshard.compiler.bound_plan import BoundPlan
-from autoshard.evidence.candidate import Skipped, Trial
+from autoshard.evidence.candidate import Candidate, Skipped
 from autoshard.evidence.collectives import Collective
 from autoshard.evidence.throughput import Throughput
 from autoshard.table.leaf_patterns import Each, fold
-from autoshard.table.spec_table import SpecTable, spec_text, trials_of
+from autoshard.table.spec_table import SpecTable, candidates_of, spec_text
 from autoshard.text import bytes_text, render, seconds_text
 
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
@@ -27,7 +27,7 @@ _ORDER = {
 }
 
 
-def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
+def candidates_table(candidates: Iterable[Candidate], limit: int = 30) -> Table:
     """The candidates, best first: predicted, partitioned, compiled and measured side by side."""
     table = Table(title="candidates", title_justify="left")
     for name in ("candidate", "stated at", "status"):
@@ -39,7 +39,11 @@ def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason")
     ordered = sorted(
-        (t for t in trials if t.status != "predicted" or t.origin.startswith("preset") or t.reason),
+        (
+            t
+            for t in candidates
+            if t.status != "predicted" or t.origin.startswith("preset") or t.reason
+        ),
         key=lambda t: (_ORDER[t.status], t.measured.median_s if t.measured else 0.0, _time(t)),
     )
     for t in ordered[:limit]:
@@ -61,10 +65,10 @@ def trials_table(trials: Iterable[Trial], limit: int = 30) -> Table:
     return table
 
 
-def _time(trial: Trial) -> float:
-    if trial.compiled is not None:
-        return trial.compiled.time_s
-    return trial.predicted.time_s if trial.predicted else float("inf")
+def _time(candidate: Candidate) -> float:
+    if candidate.compiled is not None:
+        return candidate.compiled.time_s
+    return candidate.predicted.time_s if candidate.predicted else float("inf")
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
@@ -81,7 +85,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
 def plan_text(plan: BoundPlan, table: SpecTable) -> str:
     """The summary that `print(plan)` shows."""
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.axes.items())
-    winner = next((t for t in plan.trials if t.status == "winner"), None)
+    winner = next((t for t in plan.candidates if t.status == "winner"), None)
     lines = [
         f"plan of {plan.traced.program.name} on {mesh} ({plan.mesh.device_kind})",
         f"rules "
@@ -114,8 +118,8 @@ def plan_text(plan: BoundPlan, table: SpecTable) -> str:
     lines += [f"note: {note}" for note in plan.notes]
     specs = _specs_table(table)
     parts = [specs]
-    if plan.trials:
-        parts.append(trials_table(plan.trials))
+    if plan.candidates:
+        parts.append(candidates_table(plan.candidates))
     return render("\n".join(lines), *parts, skipped_text(plan.skipped)).rstrip()
 
 
@@ -163,9 +167,11 @@ def table_text(table: SpecTable) -> str:
             "STALE: specs or rules were edited after the search; the numbers below are of the plan "
             "before"
         )
-    trials = trials_of(table)
+    candidates = candidates_of(table)
     return render(
-        "\n".join(lines), _specs_table(table), *([trials_table(trials)] if trials else [])
+        "\n".join(lines),
+        _specs_table(table),
+        *([candidates_table(candidates)] if candidates else []),
     ).rstrip()
 
 

@@ -25,7 +25,7 @@ from autoshard.layout.pins import canonical_spec
 from autoshard.layout.prepare import Prepared, make_request, prepare
 from autoshard.table.from_plan import primitives_of
 from autoshard.table.leaf_patterns import fold
-from autoshard.table.rebind import leaf_changes, rederive, unlike
+from autoshard.table.rebind import leaf_changes, rebind_table, unlike
 from autoshard.table.spec_table import Leaf, SpecTable, spec_from_entry, spec_text
 from autoshard.tracing.program import Value
 
@@ -252,7 +252,7 @@ def _program(table: SpecTable, prepared: Prepared) -> Iterable[Finding]:
 def _rules(table: SpecTable, prepared: Prepared) -> Iterable[Finding]:
     """What keeps the table from being applied, with the message that `apply` would give."""
     try:
-        rederive(table, prepared)
+        rebind_table(table, prepared)
     except (RuleError, SpecError, TableError) as error:
         if table.mesh.axes.keys() <= prepared.request.mesh.axes.keys():
             yield Finding("rules", " ".join(str(error).split()))

@@ -94,13 +94,13 @@ def _evidence(plan: BoundPlan, checksum: str) -> Evidence:
         when=plan.when,
         search_s=plan.search_s,
         primitives=primitives_of(program),
-        candidates=[_record(trial.to_dict()) for trial in plan.trials if trial.status != "predicted"],
+        candidates=[_record(candidate.to_dict()) for candidate in plan.candidates if candidate.status != "predicted"],
     )  # fmt: skip
 
 
-def _record(trial: dict[str, Any]) -> dict[str, Any]:
-    """A trial without what is empty."""
-    return {name: value for name, value in trial.items() if value not in ("", None)}
+def _record(candidate: dict[str, Any]) -> dict[str, Any]:
+    """A candidate without what is empty."""
+    return {name: value for name, value in candidate.items() if value not in ("", None)}
 
 
 def arguments_fingerprint(program: Program) -> str:

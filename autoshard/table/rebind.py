@@ -45,7 +45,7 @@ class Derived:
     notes: tuple[str, ...]
 
 
-def rederive(table: SpecTable, prepared: Prepared) -> Derived:
+def rebind_table(table: SpecTable, prepared: Prepared) -> Derived:
     """Binds a table.
 
     Raises:

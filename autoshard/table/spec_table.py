@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autoshard.errors import TableError
-from autoshard.evidence.candidate import Trial
+from autoshard.evidence.candidate import Candidate
 from autoshard.table.leaf_patterns import Each, fold
 from autoshard.table.strict_json import shown
 
@@ -443,14 +443,14 @@ def spec_text(entry: SpecEntry) -> str:
     )
 
 
-def trials_of(table: SpecTable) -> list[Trial]:
+def candidates_of(table: SpecTable) -> list[Candidate]:
     """The candidates in a table's evidence.
 
     Raises:
         TableError: If a record is none.
     """
     try:
-        return [msgspec.convert(record, Trial) for record in table.evidence.candidates]
+        return [msgspec.convert(record, Candidate) for record in table.evidence.candidates]
     except msgspec.ValidationError as error:
         raise TableError(
             f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from "

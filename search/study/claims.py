@@ -58,7 +58,7 @@ def claim_of(trial: FrozenTrial) -> Claim | None:
 
 
 @dataclass(frozen=True)
-class Board:
+class Claims:
     """What a study's trials say: results, live claims, and how often workers died on a task; by
     task.
     """
@@ -69,7 +69,7 @@ class Board:
     titles: Mapping[str, str]
 
     @classmethod
-    def of(cls, trials: Sequence[FrozenTrial]) -> Board:
+    def of(cls, trials: Sequence[FrozenTrial]) -> Claims:
         """Reads the trials of a study, in the order of their numbers."""
         results: dict[str, FrozenTrial] = {}
         claims: dict[str, FrozenTrial] = {}

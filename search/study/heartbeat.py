@@ -46,7 +46,7 @@ allowed for."""
 log = logging.getLogger("autoshard.jobs")
 
 
-class Beater:
+class Heartbeat:
     """The worker's end: starts the process, and says what to beat for."""
 
     def __init__(self, where: str, lease_s: float) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from autoshard.cost_model.predict import Predictor
 from autoshard.errors import ArgumentError, RuleError, StudyError
-from autoshard.evidence.candidate import Skipped, Trial
+from autoshard.evidence.candidate import Candidate, Skipped
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
@@ -115,7 +115,7 @@ def join(
 class Racer(Protocol):
     """A candidate, as far as sharing it goes."""
 
-    trial: Trial
+    candidate: Candidate
 
 
 class Shared:
@@ -157,16 +157,16 @@ class Shared:
 
     # Evidence -------------------------------------------------------------------------------------
 
-    def known(self) -> dict[str, Trial]:
+    def known(self) -> dict[str, Candidate]:
         """What the study has of candidates, by key."""
-        board = self.tasks.read()
-        found: dict[str, Trial] = {}
+        claims = self.tasks.read()
+        found: dict[str, Candidate] = {}
         for rung in RUNGS:
-            for task in board.results:
+            for task in claims.results:
                 name, _, key = task.partition(" ")
                 if name == rung:
-                    trials = [*trials_of(board.record(task)).items()]
-                    found |= {k: t for k, t in trials if rung == "measure" or k == key}
+                    candidates = [*candidates_of(claims.record(task)).items()]
+                    found |= {k: t for k, t in candidates if rung == "measure" or k == key}
         return found
 
     def each(
@@ -196,22 +196,24 @@ class Shared:
         def work(racer: Racer) -> Work:
             def run() -> Result:
                 climb(racer)
-                found = racer.trial.compiled
+                found = racer.candidate.compiled
                 seconds = (
-                    None if found is None or racer.trial.status == "rejected" else found.time_s
+                    None if found is None or racer.candidate.status == "rejected" else found.time_s
                 )
-                return Result({"trials": [racer.trial.to_dict()], "note": note()}, seconds)
+                return Result({"candidates": [racer.candidate.to_dict()], "note": note()}, seconds)
 
             def give_up(reason: str) -> Result:
-                return Result({"trials": [racer.trial.reject(reason).to_dict()], "note": ""})
+                return Result(
+                    {"candidates": [racer.candidate.reject(reason).to_dict()], "note": ""}
+                )
 
-            return Work(run, give_up, needs, f"{rung} {racer.trial.name}", of_one=True)
+            return Work(run, give_up, needs, f"{rung} {racer.candidate.name}", of_one=True)
 
-        works = {f"{rung} {racer.trial.key}": work(racer) for racer in racers}
+        works = {f"{rung} {racer.candidate.key}": work(racer) for racer in racers}
         records = self.tasks.run(works, stop)
         for racer in racers:
-            if f"{rung} {racer.trial.key}" in records:
-                _update(racer, trials_of(records[f"{rung} {racer.trial.key}"]))
+            if f"{rung} {racer.candidate.key}" in records:
+                _update(racer, candidates_of(records[f"{rung} {racer.candidate.key}"]))
         return [str(note) for r in records.values() if (note := r.get("note"))]
 
     def group(
@@ -222,22 +224,22 @@ class Shared:
         seconds: Callable[[], float | None],
     ) -> None:
         """Takes candidates up a rung together, on one worker."""
-        digest = hashlib.sha256(" ".join(sorted(r.trial.key for r in racers)).encode()).hexdigest()[
-            :16
-        ]
+        digest = hashlib.sha256(
+            " ".join(sorted(r.candidate.key for r in racers)).encode()
+        ).hexdigest()[:16]
 
         def run() -> Result:
             climb()
-            return Result({"trials": [r.trial.to_dict() for r in racers]}, seconds())
+            return Result({"candidates": [r.candidate.to_dict() for r in racers]}, seconds())
 
         def give_up(reason: str) -> Result:
-            return Result({"trials": [r.trial.reject(reason).to_dict() for r in racers]})
+            return Result({"candidates": [r.candidate.reject(reason).to_dict() for r in racers]})
 
         task = f"{rung} {digest}" + (f" {uuid.uuid4().hex}" if self.again else "")
-        names = ", ".join(r.trial.name for r in racers)
+        names = ", ".join(r.candidate.name for r in racers)
         records = self.tasks.run({task: Work(run, give_up, "measure", f"{rung} {names}")})
         for racer in racers:
-            _update(racer, trials_of(records[task]))
+            _update(racer, candidates_of(records[task]))
 
     def lose(self, reason: str, failed: bool) -> None:
         """Ends the task in work: its process is about to end, because the task `failed` or for
@@ -260,12 +262,12 @@ class Shared:
         """
         self._said[what] += 1
         name = f"choice {what} {self._said[what]} {self._settings}"
-        board = self.tasks.read()
-        if name in board.results:
-            keys = board.record(name)
+        claims = self.tasks.read()
+        if name in claims.results:
+            keys = claims.record(name)
         else:
-            keys = self.tasks.decide(name, [c.trial.key for c in candidates()])
-        by_key = {c.trial.key: c for c in all_}
+            keys = self.tasks.decide(name, [c.candidate.key for c in candidates()])
+        by_key = {c.candidate.key: c for c in all_}
         missing = [key for key in keys if key not in by_key]
         if missing:
             raise StudyError(
@@ -303,7 +305,7 @@ class Shared:
         return made[0] if made else _read(records[task], problem, predictor)
 
 
-def adopted(own: Trial, stored: Trial) -> Trial:
+def adopted(own: Candidate, stored: Candidate) -> Candidate:
     """What the study has of a candidate, under the name and with the prediction that it has
     here.
     """
@@ -312,26 +314,26 @@ def adopted(own: Trial, stored: Trial) -> Trial:
     )
 
 
-def trials_of(record: Any) -> dict[str, Trial]:
+def candidates_of(record: Any) -> dict[str, Candidate]:
     """The trials in a record of a task, by key.
 
     Raises:
         StudyError: If it has none.
     """
     try:
-        trials = msgspec.convert(record["trials"], list[Trial])
+        candidates = msgspec.convert(record["candidates"], list[Candidate])
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise StudyError(
             f"the study has evidence that cannot be read ({error}). Was it written by another "
             f"version of autoshard? "
             f"Choose another --study name."
         ) from None
-    return {trial.key: trial for trial in trials}
+    return {candidate.key: candidate for candidate in candidates}
 
 
-def _update(racer: Racer, trials: Mapping[str, Trial]) -> None:
-    if racer.trial.key in trials:
-        racer.trial = adopted(racer.trial, trials[racer.trial.key])
+def _update(racer: Racer, candidates: Mapping[str, Candidate]) -> None:
+    if racer.candidate.key in candidates:
+        racer.candidate = adopted(racer.candidate, candidates[racer.candidate.key])
 
 
 def _kept(ranked: Sequence[Proposal]) -> tuple[Proposal, ...]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from autoshard.evidence.candidate import Trial
+from autoshard.evidence.candidate import Candidate
 from autoshard.search.study.claims import StudyTrial, claim_of
-from autoshard.search.study.shared_evaluation import trials_of
+from autoshard.search.study.shared_evaluation import candidates_of
 from autoshard.search.study.task_queue import Tasks
 from autoshard.text import seconds_text
 
@@ -30,7 +30,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StudyStatus:
     """See the module.
 
     Attributes:
@@ -48,14 +48,14 @@ class Standing:
     evaluated: int
     wanted: int
     running: tuple[Running, ...]
-    best: Trial | None
+    best: Candidate | None
     rejected: tuple[tuple[str, str], ...]
     per_hour: float
     left_s: float | None
     deaths: int
 
 
-def standing_of(tasks: Tasks, now_s: float | None = None) -> Standing:
+def status_of(tasks: Tasks, now_s: float | None = None) -> StudyStatus:
     """How a study stands now.
 
     Args:
@@ -63,16 +63,16 @@ def standing_of(tasks: Tasks, now_s: float | None = None) -> Standing:
         now_s: Seconds since the epoch, for how long things run; by default this machine's clock.
     """
     now_s = time.time() if now_s is None else now_s
-    board = tasks.read()
-    found: dict[str, Trial] = {}
+    claims = tasks.read()
+    found: dict[str, Candidate] = {}
     done: list[StudyTrial] = []
     wanted: set[str] = set()
-    for task, trial in board.results.items():
+    for task, trial in claims.results.items():
         rung, _, rest = task.partition(" ")
         if rung == "choice" and rest.split()[0] in ("compiled", "next", "smallest"):
-            wanted |= set(board.record(task))
+            wanted |= set(claims.record(task))
         elif rung in (*COUNTED, "verify", "measure"):
-            found |= trials_of(board.record(task))
+            found |= candidates_of(claims.record(task))
             if rung in COUNTED:
                 done.append(trial)
     alive = [t for t in found.values() if t.status != "rejected" and t.compiled is not None]
@@ -80,24 +80,24 @@ def standing_of(tasks: Tasks, now_s: float | None = None) -> Standing:
     pace = _per_hour(done)
     evaluated = {claim.task.partition(" ")[2] for t in done if (claim := claim_of(t)) is not None}
     left = len(wanted - evaluated)
-    return Standing(
+    return StudyStatus(
         evaluated=len(evaluated),
         wanted=len(wanted),
-        running=tuple(_running(c, now_s) for c in board.claims.values()),
+        running=tuple(_running(c, now_s) for c in claims.claims.values()),
         best=min(measured or alive, key=_seconds, default=None),
         rejected=tuple(
             (t.name, t.reason.splitlines()[0]) for t in found.values() if t.status == "rejected"
         ),
         per_hour=pace,
         left_s=left / pace * 3600 if pace and wanted else None,
-        deaths=sum(board.deaths.values()),
+        deaths=sum(claims.deaths.values()),
     )
 
 
-def _seconds(trial: Trial) -> float:
-    if trial.measured is not None:
-        return trial.measured.median_s
-    return trial.compiled.time_s if trial.compiled is not None else float("inf")
+def _seconds(candidate: Candidate) -> float:
+    if candidate.measured is not None:
+        return candidate.measured.median_s
+    return candidate.compiled.time_s if candidate.compiled is not None else float("inf")
 
 
 def _running(claim: StudyTrial, now_s: float) -> Running:
@@ -117,41 +117,39 @@ def _per_hour(done: Sequence[StudyTrial]) -> float:
     )
 
 
-def standing_text(standing: Standing) -> str:
+def status_text(status: StudyStatus) -> str:
     """A few lines for people."""
-    wanted = standing.wanted or "?"
-    lines = [f"{standing.evaluated} of {wanted} candidates evaluated"]
-    if standing.per_hour:
-        lines[0] += f", {standing.per_hour:.3g} an hour"
-    if standing.left_s is not None:
-        lines[0] += f", about {_duration(standing.left_s)} left"
-    if standing.deaths:
-        lines[0] += f"; workers lost {standing.deaths} times"
-    if standing.best is not None:
-        word = "measured" if standing.best.measured is not None else "compiled"
-        rules = ", ".join(standing.best.rules) or "no rules"
+    wanted = status.wanted or "?"
+    lines = [f"{status.evaluated} of {wanted} candidates evaluated"]
+    if status.per_hour:
+        lines[0] += f", {status.per_hour:.3g} an hour"
+    if status.left_s is not None:
+        lines[0] += f", about {_duration(status.left_s)} left"
+    if status.deaths:
+        lines[0] += f"; workers lost {status.deaths} times"
+    if status.best is not None:
+        word = "measured" if status.best.measured is not None else "compiled"
+        rules = ", ".join(status.best.rules) or "no rules"
         lines.append(
-            f"best so far: {standing.best.name}, {seconds_text(_seconds(standing.best))} {word} "
+            f"best so far: {status.best.name}, {seconds_text(_seconds(status.best))} {word} "
             f"({rules})"
         )
-    lines += [f"running: {r.title} on {r.owner} for {_duration(r.for_s)}" for r in standing.running]
-    lines += [f"rejected: {name}, {reason}" for name, reason in standing.rejected]
+    lines += [f"running: {r.title} on {r.owner} for {_duration(r.for_s)}" for r in status.running]
+    lines += [f"rejected: {name}, {reason}" for name, reason in status.rejected]
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
 
-def standing_json(standing: Standing) -> dict[str, Any]:
+def status_json(status: StudyStatus) -> dict[str, Any]:
     """The same as plain builtins."""
     return {
-        "evaluated": standing.evaluated,
-        "wanted": standing.wanted,
-        "running": [
-            {"task": r.title, "worker": r.owner, "for_s": r.for_s} for r in standing.running
-        ],
-        "best": None if standing.best is None else standing.best.to_dict(),
-        "rejected": [{"name": name, "reason": reason} for name, reason in standing.rejected],
-        "per_hour": standing.per_hour,
-        "left_s": standing.left_s,
-        "workers_lost": standing.deaths,
+        "evaluated": status.evaluated,
+        "wanted": status.wanted,
+        "running": [{"task": r.title, "worker": r.owner, "for_s": r.for_s} for r in status.running],
+        "best": None if status.best is None else status.best.to_dict(),
+        "rejected": [{"name": name, "reason": reason} for name, reason in status.rejected],
+        "per_hour": status.per_hour,
+        "left_s": status.left_s,
+        "workers_lost": status.deaths,
     }
 
 

@@ -32,8 +32,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
-from autoshard.search.study.claims import CLAIM, Board, Claim, attributes_of, claim_of, record_of
-from autoshard.search.study.heartbeat import BEAT, Beater
+from autoshard.search.study.claims import CLAIM, Claim, Claims, attributes_of, claim_of, record_of
+from autoshard.search.study.heartbeat import BEAT, Heartbeat
 from autoshard.search.study.machine_lock import MachineLock
 from autoshard.search.study.storage import (
     PATIENCE_S,
@@ -151,7 +151,7 @@ class Tasks:
         self.owner = f"{socket.gethostname()}:{os.getpid()}"
         self.needs, self._lease_s, self._patience_s = tuple(needs), lease_s, patience_s
         self._where, self._limit_s = where, limit_s
-        self._beater: Beater | None = None
+        self._heartbeat: Heartbeat | None = None
         self._may_beat = False
         self._watch, self._lock = _Watch(), MachineLock()
         self._waiting = False
@@ -183,16 +183,16 @@ class Tasks:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._beater is not None:
-            self._beater.close()
-            self._beater = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         close_storage(self._storage)
 
     # Reading --------------------------------------------------------------------------------------
 
-    def read(self) -> Board:
+    def read(self) -> Claims:
         """What the study says now."""
-        return Board.of(self.trials())
+        return Claims.of(self.trials())
 
     def trials(self) -> list[FrozenTrial]:
         """The study's trials; not to be changed."""
@@ -234,12 +234,12 @@ class Tasks:
         """
         lost = False
         while True:
-            board = self.read()
-            left = [task for task in works if task not in board.results]
+            claims = self.read()
+            left = [task for task in works if task not in claims.results]
             if not left or stop():
-                return {task: board.record(task) for task in works if task in board.results}
-            self._reap(board)
-            free = [t for t in left if t not in board.claims and works[t].needs in self.needs]
+                return {task: claims.record(task) for task in works if task in claims.results}
+            self._reap(claims)
+            free = [t for t in left if t not in claims.claims and works[t].needs in self.needs]
             if lost and free:  # several start at once; spread out
                 free.insert(0, random.choice(free))
             for task in free:
@@ -247,12 +247,12 @@ class Tasks:
                 # told by the clock.
                 if self.alone or works[task].needs != "measure" or self._lock.take():
                     try:
-                        lost = not self._attempt(task, works[task], board.deaths[task])
+                        lost = not self._attempt(task, works[task], claims.deaths[task])
                     finally:
                         self._lock.release()
                     break
             else:
-                self._wait(board, [works[t] for t in left])
+                self._wait(claims, [works[t] for t in left])
 
     def _attempt(self, task: str, work: Work, deaths: int) -> bool:
         """Claims a task and does it; False where another holds it."""
@@ -305,9 +305,9 @@ class Tasks:
             os._exit(LOST)
 
     def _claim(self, task: str, title: str) -> int | None:
-        if self._may_beat and self._beater is None and self._where is not None:
-            self._beater = Beater(self._where, self._lease_s)
-            self._beater.wait()
+        if self._may_beat and self._heartbeat is None and self._where is not None:
+            self._heartbeat = Heartbeat(self._where, self._lease_s)
+            self._heartbeat.wait()
         claim = Claim(task, title, self.owner, uuid.uuid4().hex, self._lease_s)
         template = create_trial(state=TrialState.RUNNING, user_attrs={CLAIM: asdict(claim)})
         self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
@@ -317,14 +317,14 @@ class Tasks:
             for t in reversed(trials)
             if not t.state.is_finished() and claim_of(t) == claim
         ]
-        board = Board.of(trials)
-        holder = board.claims.get(task)
+        claims = Claims.of(trials)
+        holder = claims.claims.get(task)
         if holder is not None and claim_of(holder) == claim:
             for double in mine:  # an answer that was lost was asked for again
                 if double != holder._trial_id:
                     self._end(double, "withdrawn")
-            if self._beater is not None:
-                self._beater.beat_for(holder._trial_id)
+            if self._heartbeat is not None:
+                self._heartbeat.beat_for(holder._trial_id)
             log.info("claimed: %s", title)
             return holder._trial_id
         for trial_id in mine:
@@ -342,8 +342,8 @@ class Tasks:
                 return False
             return True
 
-        if self._beater is not None and how != "stale":
-            self._beater.beat_for(None)
+        if self._heartbeat is not None and how != "stale":
+            self._heartbeat.beat_for(None)
         return self._ask(end)
 
     def _finish(self, trial_id: int, task: str, title: str, result: Result) -> None:
@@ -358,8 +358,8 @@ class Tasks:
                 log.info("done, late: %s", title)
             else:
                 log.warning("dropped a late result: %s is with another worker now", title)
-        if self._beater is not None:
-            self._beater.beat_for(None)
+        if self._heartbeat is not None:
+            self._heartbeat.beat_for(None)
 
     def _record(self, trial_id: int, result: Result) -> bool:
         state = TrialState.PRUNED if result.seconds is None else TrialState.COMPLETE
@@ -378,9 +378,9 @@ class Tasks:
 
         return self._ask(put)
 
-    def _reap(self, board: Board) -> None:
+    def _reap(self, claims: Claims) -> None:
         """Ends claims that are stale."""
-        for trial in self._watch.stale(board.claims.values(), time.monotonic()):
+        for trial in self._watch.stale(claims.claims.values(), time.monotonic()):
             if self._end(trial._trial_id, "stale"):
                 claim = claim_of(trial)
                 title, owner = ("?", "?") if claim is None else (claim.title, claim.owner)
@@ -388,12 +388,12 @@ class Tasks:
                     "stale: %s, no beat from %s for its lease; it is free again", title, owner
                 )
 
-    def _wait(self, board: Board, left: Sequence[Work]) -> None:
+    def _wait(self, claims: Claims, left: Sequence[Work]) -> None:
         if not self._waiting:
             self._waiting = True
             missing = sorted({w.needs for w in left} - set(self.needs))
             why = f"for a worker that can {', '.join(missing)}" if missing else "for other workers"
-            if not missing and not board.claims:
+            if not missing and not claims.claims:
                 why = f"for another process that measures on this machine (it holds {self._lock.path})"
-            log.info("waiting %s: %d tasks left, %d claimed", why, len(left), len(board.claims))
+            log.info("waiting %s: %d tasks left, %d claimed", why, len(left), len(claims.claims))
         time.sleep(min(POLL_S, self._lease_s / 8) * random.uniform(0.5, 1.0))

@@ -189,7 +189,7 @@ def main() -> None:
         )
         print(plan)
         print(f"the search took {time.monotonic() - started:.0f} s", flush=True)
-        winner = next(trial for trial in plan.trials if trial.status == "winner")
+        winner = next(candidate for candidate in plan.candidates if candidate.status == "winner")
         rows = [
             Row(
                 f"autoshard: {winner.name}",

@@ -50,7 +50,7 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.evaluate.evaluation import step_s
 from autoshard.layout.layout import Layout
 from autoshard.search.presets import presets
-from autoshard.search.simplify_rules import Shortener
+from autoshard.search.simplify_rules import RuleSimplifier
 from tests.benchmarks.zoo_models import MODELS
 from tests.stages import mesh_of, prepared
 from tests.whole_models.search import winner_of
@@ -86,7 +86,7 @@ NETWORK_FROM = 16
 AXES = {1: ("data",), 2: ("data", "model")}
 
 
-class Bench:
+class DeviceRunner:
     """One problem, traced."""
 
     def __init__(self, name: str) -> None:
@@ -111,7 +111,9 @@ class Bench:
     def _seconds(self, layout: Layout, text: str) -> float:
         """Seconds of a step: predicted compute (a layout for arguments only: of its least rules),
         and its program's collectives."""
-        shown = layout if layout.inside else Shortener(self.predictor.placements).shorten(layout)
+        shown = (
+            layout if layout.inside else RuleSimplifier(self.predictor.placements).simplify(layout)
+        )
         ops = read_collectives(text, self._made.request.mesh.axes)
         return step_s(self.predictor, self.predictor.predict(shown).compute_s, ops)
 
@@ -314,12 +316,12 @@ def main() -> None:
         problem = kept.setdefault(name, {})
         if "found" in problem and not options.again:
             continue
-        bench = Bench(name)
-        problem["budget_bytes"] = bench.hardware.memory_bytes
-        problem["experts"] = problem.get("experts") or bench.experts()
+        runner = DeviceRunner(name)
+        problem["budget_bytes"] = runner.hardware.memory_bytes
+        problem["experts"] = problem.get("experts") or runner.experts()
         options.out.write_text(json.dumps(kept, indent=1))
-        problem["found"] = bench.search()
-        problem["parallax"] = bench.parallax(problem["found"])
+        problem["found"] = runner.search()
+        problem["parallax"] = runner.parallax(problem["found"])
         options.out.write_text(json.dumps(kept, indent=1))
         print(
             *Row.of(name, problem).cells, f"{problem['found'].get('search_s', 0):.0f} s", flush=True

@@ -170,7 +170,9 @@ def search_and_reject(
         return None, str(error)
     assert plan.verified, plan.verified
     assert_same(plan(*args), plain(fn, args))
-    return plan, "; ".join(trial.reason for trial in plan.trials if trial.status == "rejected")
+    return plan, "; ".join(
+        candidate.reason for candidate in plan.candidates if candidate.status == "rejected"
+    )
 
 
 def pin_and_compare(
@@ -205,6 +207,6 @@ def split_leaves(plan: autoshard.Plan) -> set[str]:
     return {path for path, spec in plan.specs.items() if spec != PartitionSpec()}
 
 
-def winner(plan: autoshard.Plan) -> autoshard.Trial:
+def winner(plan: autoshard.Plan) -> autoshard.Candidate:
     """The winning candidate."""
-    return next(trial for trial in plan.trials if trial.status == "winner")
+    return next(candidate for candidate in plan.candidates if candidate.status == "winner")

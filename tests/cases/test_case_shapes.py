@@ -170,7 +170,7 @@ def test_axes_of_one_device_never_appear_in_specs():
     plan = search_and_compare(concatenated, args, mesh_of(data=1, model=8, stage=1))
     used = {axis for spec in plan.specs.values() for axis in spec if axis is not None}
     assert used <= {"model"}
-    assert len({trial.key for trial in plan.trials}) == len(plan.trials), (
+    assert len({candidate.key for candidate in plan.candidates}) == len(plan.candidates), (
         "equal layouts are one candidate"
     )
 

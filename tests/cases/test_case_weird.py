@@ -296,7 +296,7 @@ def test_the_search_is_the_same_every_time(mesh):
         for _ in range(2)
     ]
     assert plans[0].specs == plans[1].specs
-    assert [t.key for t in plans[0].trials] == [t.key for t in plans[1].trials]
+    assert [t.key for t in plans[0].candidates] == [t.key for t in plans[1].candidates]
 
 
 def test_a_pin_on_everything_leaves_nothing_to_search(mesh):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autoshard.search.study.claims import Board, claim_of
+from autoshard.search.study.claims import Claims, claim_of
 from autoshard.search.study.heartbeat import WITHOUT_JAX
 from autoshard.search.study.task_queue import Result, Tasks, Work
 
@@ -129,13 +129,13 @@ def crew(number: int, *arguments: Any, **options: Any) -> Iterator[list[subproce
                 worker.stderr.close()
 
 
-def task_of(trial: Any) -> str:
-    claim = claim_of(trial)
+def task_of(candidate: Any) -> str:
+    claim = claim_of(candidate)
     assert claim is not None
     return claim.task
 
 
-def board_of(where: str, study: str = "s") -> Board:
+def board_of(where: str, study: str = "s") -> Claims:
     with Tasks(where, study, create=False) as tasks:
         return tasks.read()
 

@@ -105,12 +105,12 @@ def small_demo() -> dict[str, Any]:
 
 
 def described(plan: Any) -> dict[str, Any]:
-    trials = [trial.to_dict() for trial in plan.trials]
+    candidates = [candidate.to_dict() for candidate in plan.candidates]
     return {
         "rules": [str(rule) for rule in plan.rules],
         "verified": [plan.verified.ok, plan.verified.reason],
-        "trials": trials,
-        "rejected": {t["name"]: t["reason"] for t in trials if t["status"] == "rejected"},
+        "candidates": candidates,
+        "rejected": {t["name"]: t["reason"] for t in candidates if t["status"] == "rejected"},
         "notes": list(plan.notes),
         "table": plan.table.dumps(),
     }
@@ -264,7 +264,7 @@ def compile_fails(mesh: Any, own: int) -> dict[str, Any]:
 def placing_fails(mesh: Any, own: int) -> dict[str, Any]:
     from autoshard.evaluate import device_runner
 
-    with instead(device_runner.Bench, "_run_and_compare", nth(1, fail), on=own == 1):
+    with instead(device_runner.DeviceRunner, "_run_and_compare", nth(1, fail), on=own == 1):
         return search(mesh)
 
 

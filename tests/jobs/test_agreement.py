@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from autoshard.processes import process_group
-from autoshard.processes.process_group import LOST, Agreement, Ended, LeftError, ProcessFailedError
+from autoshard.processes.process_group import (
+    LOST,
+    GroupEnded,
+    LeftError,
+    ProcessFailedError,
+    ProcessGroup,
+)
 
 
 class Memory:
@@ -60,14 +66,14 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def search(
-    *processes: Callable[[Agreement], Any], store: Memory | None = None, **options: Any
+    *processes: Callable[[ProcessGroup], Any], store: Memory | None = None, **options: Any
 ) -> list[Any]:
     """What each process gives, or the exception that it ends with."""
     known = Memory() if store is None else store
 
     def run(number: int) -> Any:
         try:
-            with Agreement(
+            with ProcessGroup(
                 known, number, range(len(processes)), **{"limit_s": 10.0, **options}
             ) as joined:
                 return processes[number](joined)
@@ -78,8 +84,8 @@ def search(
         return list(pool.map(run, range(len(processes))))
 
 
-def step(run: Callable[[], Any]) -> Callable[[Agreement], Any]:
-    def process(joined: Agreement) -> Any:
+def step(run: Callable[[], Any]) -> Callable[[ProcessGroup], Any]:
+    def process(joined: ProcessGroup) -> Any:
         with joined.step(on_devices=True):
             return joined.together(run)
 
@@ -96,8 +102,8 @@ def test_all_get_the_values_of_all_in_order() -> None:
 
 
 def test_a_failure_anywhere_is_one_everywhere_and_they_go_on() -> None:
-    def process(run: Callable[[], Any]) -> Callable[[Agreement], Any]:
-        def work(joined: Agreement) -> Any:
+    def process(run: Callable[[], Any]) -> Callable[[ProcessGroup], Any]:
+        def work(joined: ProcessGroup) -> Any:
             with pytest.raises(ProcessFailedError, match="on process 1: MemoryError: full"):
                 step(run)(joined)
             return step(lambda: "fine")(joined)
@@ -108,12 +114,12 @@ def test_a_failure_anywhere_is_one_everywhere_and_they_go_on() -> None:
 
 
 def test_one_that_leaves_a_step_makes_the_others_leave_it() -> None:
-    def leave(joined: Agreement) -> Any:
+    def leave(joined: ProcessGroup) -> Any:
         with pytest.raises(ValueError, match="odd"), joined.step(on_devices=True):
             raise ValueError("odd")
         return step(lambda: 1)(joined)
 
-    def follow(joined: Agreement) -> Any:
+    def follow(joined: ProcessGroup) -> Any:
         with pytest.raises(LeftError, match="process 0 left: ValueError: odd"):
             step(lambda: 0)(joined)
         return step(lambda: 2)(joined)
@@ -122,23 +128,23 @@ def test_one_that_leaves_a_step_makes_the_others_leave_it() -> None:
 
 
 def test_a_process_that_is_preempted_ends_the_search_and_fails_no_layout() -> None:
-    def preempted(joined: Agreement) -> Any:
+    def preempted(joined: ProcessGroup) -> Any:
         with joined.step(on_devices=True):
             raise SystemExit(143)
 
     leader, _ = search(step(lambda: 0), preempted)
-    assert isinstance(leader, Ended)
+    assert isinstance(leader, GroupEnded)
     assert "process 1 ended the search (SystemExit: 143)" in str(leader)
 
 
 def test_nobody_is_waited_for_without_a_limit() -> None:
     found, _ = search(step(lambda: 0), lambda joined: time.sleep(0.5), limit_s=0.1)
-    assert isinstance(found, Ended)
+    assert isinstance(found, GroupEnded)
     assert "process 1 has not answered for 0.1 s" in str(found)
 
 
 def test_the_leaders_last_word_is_heard_before_its_end() -> None:
-    def lead(joined: Agreement) -> Any:
+    def lead(joined: ProcessGroup) -> Any:
         joined.last_command("failed", text="nothing fits")
         raise ValueError("nothing fits")
 
@@ -151,7 +157,7 @@ def test_the_leaders_last_word_is_heard_before_its_end() -> None:
 def test_what_was_read_is_forgotten_and_searches_follow_each_other() -> None:
     store = Memory()
 
-    def process(joined: Agreement) -> Any:
+    def process(joined: ProcessGroup) -> Any:
         return [step(lambda: 1)(joined) for _ in range(50)]
 
     for _ in range(3):
@@ -176,13 +182,13 @@ def test_one_that_is_stuck_since_another_failed_says_so_and_ends(
 
     monkeypatch.setattr("os._exit", end)
 
-    def stuck(joined: Agreement) -> Any:
+    def stuck(joined: ProcessGroup) -> Any:
         joined.on_lost = lambda reason, at_fault: lost.extend([reason, at_fault])
         with joined.step(on_devices=True):
             assert ended.wait(20)  # a program on the devices
             return "stuck"
 
-    def fails(joined: Agreement) -> Any:
+    def fails(joined: ProcessGroup) -> Any:
         with joined.step(on_devices=True):
             if not failed:
                 raise SystemExit(143)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from autoshard.cli.job_file import Job, parse_job
 from autoshard.cost_model.hardware.hardware import Hardware, h100
 from autoshard.errors import ArgumentError, AutoshardError, HardwareError, StudyError
-from autoshard.evidence.candidate import Trial
-from autoshard.search.study.claims import Board, record_of
+from autoshard.evidence.candidate import Candidate
+from autoshard.search.study.claims import Claims, record_of
 from autoshard.search.study.journal import Journal
-from autoshard.search.study.shared_evaluation import trials_of
+from autoshard.search.study.shared_evaluation import candidates_of
 from autoshard.table.spec_table import SpecTable
 
 EXECUTIONS = 400
@@ -47,19 +47,19 @@ def changed(whole: Any, draw: Any) -> Any:
     return whole
 
 
-TRIAL = Trial("fsdp", "search", ("a.0->data",), "anchors", "k").to_dict()
+TRIAL = Candidate("fsdp", "search", ("a.0->data",), "anchors", "k").to_dict()
 HARDWARE = json.loads(h100.to_json())
 
 
 @fuzz
 @given(st.data())
 def test_evidence(data: st.DataObject) -> None:
-    record = changed({"trials": [TRIAL], "note": ""}, data.draw)
+    record = changed({"candidates": [TRIAL], "note": ""}, data.draw)
     try:
-        found = trials_of(json.loads(json.dumps(record)))
+        found = candidates_of(json.loads(json.dumps(record)))
     except StudyError:
         return
-    assert all(isinstance(trial, Trial) for trial in found.values())
+    assert all(isinstance(candidate, Candidate) for candidate in found.values())
 
 
 class Stored:
@@ -147,8 +147,8 @@ def test_boards(attributes: list[dict[str, Any]]) -> None:
     from optuna.trial import TrialState, create_trial
 
     states = [TrialState.RUNNING, TrialState.FAIL, TrialState.PRUNED]
-    trials = [create_trial(state=states[i % 3], user_attrs=a) for i, a in enumerate(attributes)]
-    assert isinstance(Board.of(trials), Board)
+    candidates = [create_trial(state=states[i % 3], user_attrs=a) for i, a in enumerate(attributes)]
+    assert isinstance(Claims.of(candidates), Claims)
 
 
 def test_what_is_read_is_never_executed() -> None:

@@ -37,7 +37,7 @@ def check_demo(count: int, folder: Path, compiled: int) -> None:
     assert all(plan == first for plan in plans)
     assert first["rules"]  # sharded: what is replicated does not fit
     assert first["verified"][0]
-    assert sum(t["measured"] is not None for t in first["trials"]) == 2
+    assert sum(t["measured"] is not None for t in first["candidates"]) == 2
     assert any(
         "not isolated: the mesh belongs to several processes" in note for note in first["notes"]
     )
@@ -60,7 +60,7 @@ def test_all_processes_return_the_same_verified_plan_of_arrays_that_span_them(fo
     plan = same_on_both(found, "global_arrays")
     assert plan["verified"][0]
     assert not plan["rejected"]
-    assert sum(t["measured"] is not None for t in plan["trials"]) == 2
+    assert sum(t["measured"] is not None for t in plan["candidates"]) == 2
 
 
 def test_shapes_of_the_mesh_are_searched_together(found: Found) -> None:
@@ -101,7 +101,9 @@ def test_what_fails_on_one_process_fails_on_all_and_the_search_goes_on(
 
 def test_the_slowest_process_counts(found: Found) -> None:
     plan = same_on_both(found, "one_is_slow")
-    assert all(s > 1.0 for t in plan["trials"] if t["measured"] for s in t["measured"]["seconds"])
+    assert all(
+        s > 1.0 for t in plan["candidates"] if t["measured"] for s in t["measured"]["seconds"]
+    )
 
 
 def test_all_processes_raise_what_the_first_one_raises(found: Found) -> None:

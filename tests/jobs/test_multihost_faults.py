@@ -127,9 +127,9 @@ def check_complete(folder: Path) -> None:
     """Each candidate evaluated once, and the study has what was asked for."""
     keys = compiled_keys(f"journal:{folder / 'study.log'}")
     assert len(keys) == len(set(keys)) >= 4
-    board = board_of(f"journal:{folder / 'study.log'}", "mlp")
-    assert any(task.startswith("measure ") for task in board.results)
-    assert not board.claims
+    claims = board_of(f"journal:{folder / 'study.log'}", "mlp")
+    assert any(task.startswith("measure ") for task in claims.results)
+    assert not claims.claims
 
 
 @pytest.mark.slow
@@ -149,10 +149,10 @@ def test_a_layout_that_gets_the_others_stuck_is_rejected_and_the_job_goes_on(
     with group(tmp_path, stuck=True) as workers:
         ended(workers, tmp_path)
     check_complete(tmp_path)
-    board = board_of(f"journal:{tmp_path / 'study.log'}", "mlp")
+    claims = board_of(f"journal:{tmp_path / 'study.log'}", "mlp")
     reasons = [
-        board.record(task)["trials"][0]["reason"]
-        for task in board.results
+        claims.record(task)["candidates"][0]["reason"]
+        for task in claims.results
         if task.startswith("verify ")
     ]
     assert (

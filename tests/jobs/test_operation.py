@@ -25,7 +25,7 @@ from autoshard.cli.factory import use_processes
 from autoshard.cli.job_file import arguments_of, parse_job, read_job
 from autoshard.cli.job_log import log_events
 from autoshard.errors import ArgumentError
-from autoshard.evidence.candidate import Trial
+from autoshard.evidence.candidate import Candidate
 from autoshard.layout.pins import Only
 from autoshard.processes.process_group import LOST
 from autoshard.processes.supervisor import supervise
@@ -242,7 +242,9 @@ def test_status_can_be_watched(tmp_path: Path) -> None:
     try:
         assert json.loads(watching.stdout.readline())["evaluated"] == 0
         record = {
-            "trials": [Trial("fsdp", "search", (), "anchors", "k").reject("too slow").to_dict()],
+            "candidates": [
+                Candidate("fsdp", "search", (), "anchors", "k").reject("too slow").to_dict()
+            ],
             "note": "",
         }
         tasks.run(

@@ -48,8 +48,8 @@ def test_a_server_that_restarts_is_waited_for(away_s: int, server: Server, tmp_p
     assert any("is away" in text for text in said)
     assert not any(PASSWORD in text for text in said)
     with Tasks(server.url, study, create=False) as tasks:
-        trials = tasks.trials()
-    done = [task_of(t) for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
+        candidates = tasks.trials()
+    done = [task_of(t) for t in candidates if t.state.is_finished() and t.state != TrialState.FAIL]
     assert sorted(done) == sorted(f"compile {i}" for i in range(12))
 
 
@@ -120,7 +120,7 @@ def test_a_password_is_in_nothing_that_is_written(
     ]
     pages += [json.dumps(plan.records()), caplog.text, *capfd.readouterr()]
     with Tasks(server.url, "secret", create=False) as tasks:
-        pages += [str(trial.user_attrs) for trial in tasks.trials()]
+        pages += [str(candidate.user_attrs) for candidate in tasks.trials()]
         pages += [standing_text(standing_of(tasks)), json.dumps(standing_json(standing_of(tasks)))]
     assert "claimed: compile" in caplog.text
     assert not any(PASSWORD in page for page in pages)

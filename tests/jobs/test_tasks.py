@@ -17,8 +17,8 @@ from optuna.trial import TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
-from autoshard.search.study.claims import Board, record_of
-from autoshard.search.study.heartbeat import Beater
+from autoshard.search.study.claims import Claims, record_of
+from autoshard.search.study.heartbeat import Heartbeat
 from autoshard.search.study.machine_lock import MachineLock
 from autoshard.search.study.task_queue import DEATHS, Result, Tasks, Work, _Watch
 from autoshard.search.study.task_queue import LEASE_S as LEASE_LONG_S
@@ -52,14 +52,14 @@ def finish_alone(where: str, count: int, log: Path, what: str = "") -> dict[str,
 
 def check_complete(where: str, count: int) -> None:
     """Each task has its result, once; the best is the best; nothing is left running."""
-    trials = Tasks(where, "s", create=False).trials()
-    done = [t for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
+    candidates = Tasks(where, "s", create=False).trials()
+    done = [t for t in candidates if t.state.is_finished() and t.state != TrialState.FAIL]
     assert sorted(task_of(t) for t in done) == sorted(f"compile {i}" for i in range(count))
-    for trial in done:
-        number = record_of(trial)["number"]
-        assert task_of(trial) == f"compile {number}"
-        assert trial.value == value_of(number)
-    assert not Board.of(trials).claims
+    for candidate in done:
+        number = record_of(candidate)["number"]
+        assert task_of(candidate) == f"compile {number}"
+        assert candidate.value == value_of(number)
+    assert not Claims.of(candidates).claims
 
 
 def test_four_workers_share_a_budget_exactly(where: str, log: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_worker_that_is_preempted_hands_its_task_back(where: str, log: Path) -
         said = worker.communicate(timeout=20)[1]
         assert worker.returncode == 143
     assert "handed back: candidate 0" in said
-    board = board_of(where)
-    assert not board.claims
-    assert not board.deaths["compile 0"]  # free at once, and nothing is held against it
+    claims = board_of(where)
+    assert not claims.claims
+    assert not claims.deaths["compile 0"]  # free at once, and nothing is held against it
     start_s = time.monotonic()
     finish_alone(where, 2, log)
     assert time.monotonic() - start_s < 30
@@ -207,8 +207,8 @@ def test_a_late_result_is_dropped_or_recorded(
 
         def run() -> Result:
             other = Tasks(where, "s", lease_s=LEASE_S)
-            trial = other.read().claims["t"]
-            assert other._end(trial._trial_id, "stale")
+            candidate = other.read().claims["t"]
+            assert other._end(candidate._trial_id, "stale")
             if taken:
                 other.run({"t": Work(lambda: Result("other", 1.0), Result, "compile", "t")})
             return Result("slow", 2.0)
@@ -360,7 +360,7 @@ def test_one_at_a_time_measures_on_a_machine(tmp_path: Path) -> None:
 
 def test_a_beater_ends_with_its_worker_and_is_replaced_when_it_dies(where: str) -> None:
     Tasks(where, "s")
-    beater = Beater(where, LEASE_S)
+    beater = Heartbeat(where, LEASE_S)
     process = beater._process
     assert process is not None
     assert process.stdin is not None
@@ -374,10 +374,10 @@ def test_a_beater_ends_with_its_worker_and_is_replaced_when_it_dies(where: str) 
 def test_an_unreadable_record_is_named(where: str) -> None:
     tasks = Tasks(where, "s")
     tasks.decide("x", 1)
-    trial = tasks.trials()[0]
-    trial.user_attrs["record.0"] = '{"a": '
+    candidate = tasks.trials()[0]
+    candidate.user_attrs["record.0"] = '{"a": '
     with pytest.raises(StudyError, match="no readable record of 'x'"):
-        record_of(trial)
+        record_of(candidate)
 
 
 def test_a_study_that_is_not_there_is_named(where: str) -> None:

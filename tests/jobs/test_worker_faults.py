@@ -92,11 +92,13 @@ def job_in(folder: Path, *, patch: str = "", isolate: bool = False, measured: in
 
 def reasons(folder: Path) -> list[str]:
     """Why candidates were rejected when they were compiled."""
-    board = board_of(f"journal:{folder / 'study.log'}", "mlp")
-    trials = [
-        board.record(task)["trials"][0] for task in board.results if task.startswith("compile ")
+    claims = board_of(f"journal:{folder / 'study.log'}", "mlp")
+    candidates = [
+        claims.record(task)["candidates"][0]
+        for task in claims.results
+        if task.startswith("compile ")
     ]
-    return [trial["reason"] for trial in trials if trial["status"] == "rejected"]
+    return [candidate["reason"] for candidate in candidates if candidate["status"] == "rejected"]
 
 
 @pytest.mark.slow
@@ -165,14 +167,16 @@ device_runner.Bench._run_and_compare = run
     folder = job_in(tmp_path / "job", patch=patch, measured=2)
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json", "--run-timeout", "60"))
     assert words.count("starting it again") == 1
-    board = board_of(f"journal:{folder / 'study.log'}", "mlp")
-    trials = [
-        board.record(task)["trials"][0] for task in board.results if task.startswith("verify ")
+    claims = board_of(f"journal:{folder / 'study.log'}", "mlp")
+    candidates = [
+        claims.record(task)["candidates"][0]
+        for task in claims.results
+        if task.startswith("verify ")
     ]
-    assert [t["reason"] for t in trials if t["status"] == "rejected"] == [
+    assert [t["reason"] for t in candidates if t["status"] == "rejected"] == [
         "running failed: it took longer than 60 s"
     ]
-    assert any(task.startswith("measure ") for task in board.results)
+    assert any(task.startswith("measure ") for task in claims.results)
 
 
 @pytest.mark.slow
@@ -221,7 +225,7 @@ device_runner.Bench.measure = measure
 def measured(folder: Path) -> list[dict[str, list[str]]]:
     """The candidates of a table that were measured; which of them wins is the clock's to say."""
     table = json.loads((folder / "table.json").read_text())
-    return [trial for trial in table["evidence"]["candidates"] if "measured" in trial]
+    return [candidate for candidate in table["evidence"]["candidates"] if "measured" in candidate]
 
 
 def test_a_process_that_is_killed_while_it_writes_a_table_leaves_the_old_one(

@@ -12,7 +12,7 @@ from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.placements import Placements
-from autoshard.search.simplify_rules import Shortener
+from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import make_space, refinements
 from tests.models import decoder_args, decoder_step
 
@@ -58,7 +58,7 @@ def test_rules_that_state_nothing_go_and_the_program_stays():
     said = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model"))
     idle = (AxisRule("tokens.0", "data"), AxisRule("w1.2", "model", where="with emb.0"))
     layout = Layout(problem, (*said, *idle))
-    short = Shortener(Placements(problem)).shorten(layout)
+    short = RuleSimplifier(Placements(problem)).simplify(layout)
     assert short.rules == said
     assert short.input_specs() == layout.input_specs()
     assert constraints_for(short) == constraints_for(layout)

@@ -23,7 +23,7 @@ from autoshard.evaluate.evaluation import step_s
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
-from autoshard.search.simplify_rules import Shortener
+from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import every_list, make_space, rules_of
 from tests.benchmarks.evidence_store import key_of
 from tests.search.test_regret import CASES, MESHES, V5E, of_case
@@ -58,7 +58,7 @@ class Priced:
     def __init__(self, made: Prepared) -> None:
         self._made = made
         self._predictor = Predictor(made.problem, V5E, made.traced.call.donated, CPU)
-        self._shortener = Shortener(self._predictor.placements)
+        self._shortener = RuleSimplifier(self._predictor.placements)
 
     def every(self, layouts: list[Layout]) -> Iterator[float]:
         """Seconds of each program that differs from those before it."""
@@ -76,7 +76,7 @@ class Priced:
 
     def seconds(self, layout: Layout, executable: Any) -> float:
         """Predicted compute, and the collectives of the program."""
-        shown = layout if layout.inside else self._shortener.shorten(layout)
+        shown = layout if layout.inside else self._shortener.simplify(layout)
         ops: tuple[CollectiveOp, ...] = read_collectives(
             executable.as_text() or "", self._made.request.mesh.axes
         )

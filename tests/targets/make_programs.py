@@ -32,7 +32,7 @@ _PAYLOADS = re.compile(
 )
 
 
-def shortened(match: re.Match[str]) -> str:
+def simplified(match: re.Match[str]) -> str:
     kept = re.findall(r'"(?:estimated_cycles|known_trip_count)":(?:"\d+"|\{"n":"\d+"\})', match[1])
     if "async_collective_fusion_config" in match[1]:
         kept.append('"async_collective_fusion_config":{}')
@@ -51,7 +51,7 @@ def main() -> None:
             reply = worker.exchange(msgspec.msgpack.encode(request), Reply, isolated.START_LIMIT_S)
         assert not isinstance(reply, Failure), reply
         assert reply.figures is not None, reply.error
-        text = _PAYLOADS.sub(shortened, reply.text)
+        text = _PAYLOADS.sub(simplified, reply.text)
         path = FOLDER / f"{name}_jax{jax.__version__}.txt.gz"
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
         print(path.name, len(reply.text), len(text), path.stat().st_size)

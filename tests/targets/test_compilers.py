@@ -90,7 +90,7 @@ def test_a_search_on_a_target(name: str, word: str, tmp_path: Path) -> None:
         cache_dir=tmp_path,
         progress=False,
     )
-    winner = next(trial for trial in found.trials if trial.status == "winner")
+    winner = next(candidate for candidate in found.candidates if candidate.status == "winner")
     assert winner.compiled is not None
     assert (winner.compiled.level, winner.compiled.compute_from) == ("full", word)
     assert not found.verified

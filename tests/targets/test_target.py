@@ -112,7 +112,7 @@ def test_without_its_compiler_a_target_is_still_predicted_and_partitioned(
         with pytest.raises(ExtraError, match="pip install 'autoshard"):
             search(Effort())
     found = search(Effort(compiled=0, measured=0, partitioned=4))
-    assert any(trial.partitioned is not None for trial in found.trials)
+    assert any(candidate.partitioned is not None for candidate in found.candidates)
     assert not found.verified
     assert "not here" in found.verified.reason
 
@@ -165,7 +165,7 @@ def test_a_cpu_target_is_compiled_beside_other_devices(tmp_path: Path) -> None:
         )  # fmt: skip
 
     found = search()
-    winner = next(trial for trial in found.trials if trial.status == "winner")
+    winner = next(candidate for candidate in found.candidates if candidate.status == "winner")
     assert winner.compiled is not None
     assert (winner.compiled.level, winner.compiled.compute_from, winner.measured) == (
         "full",
@@ -173,7 +173,7 @@ def test_a_cpu_target_is_compiled_beside_other_devices(tmp_path: Path) -> None:
         None,
     )
     again = search()
-    seconds = [t.compiled.compile_s for t in again.trials if t.compiled is not None]
+    seconds = [t.compiled.compile_s for t in again.candidates if t.compiled is not None]
     assert seconds == [
-        t.compiled.compile_s for t in found.trials if t.compiled is not None
+        t.compiled.compile_s for t in found.candidates if t.compiled is not None
     ]  # as kept on disk

@@ -82,15 +82,18 @@ def search_again(name: str) -> Row:
     plan = search(model, replicated_bytes // 2)
     found = winner_of(plan).predicted
     assert found is not None
-    for trial in plan.trials:
+    for candidate in plan.candidates:
         if (
-            trial.origin.startswith("preset:")
-            and trial.constraints == "anchors"
-            and trial.predicted is not None
+            candidate.origin.startswith("preset:")
+            and candidate.constraints == "anchors"
+            and candidate.predicted is not None
         ):
-            time, sent = trial.predicted.time_s / found.time_s, trial.predicted.collective_bytes
+            time, sent = (
+                candidate.predicted.time_s / found.time_s,
+                candidate.predicted.collective_bytes,
+            )
             print(
-                f"  {trial.name}: {time:.3f} of the found plan's time, sends {sent:,} "
+                f"  {candidate.name}: {time:.3f} of the found plan's time, sends {sent:,} "
                 f"({found.collective_bytes:,})"
             )
     return make_row(plan, replicated_bytes)

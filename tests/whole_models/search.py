@@ -59,6 +59,6 @@ def search(
     )
 
 
-def winner_of(plan: autoshard.Plan) -> autoshard.Trial:
+def winner_of(plan: autoshard.Plan) -> autoshard.Candidate:
     """The trial that won."""
-    return next(trial for trial in plan.trials if trial.status == "winner")
+    return next(candidate for candidate in plan.candidates if candidate.status == "winner")

@@ -33,13 +33,13 @@ def evidence(plan: autoshard.Plan) -> Any:
     compiled = winner_of(plan).compiled
     assert plan.verified
     assert compiled is not None
-    for trial in plan.trials:
+    for candidate in plan.candidates:
         if (
-            trial.origin.startswith("preset")
-            and trial.compiled is not None
-            and trial.status != "rejected"
+            candidate.origin.startswith("preset")
+            and candidate.compiled is not None
+            and candidate.status != "rejected"
         ):
-            assert compiled.time_s <= 1.005 * trial.compiled.time_s, trial.name
+            assert compiled.time_s <= 1.005 * candidate.compiled.time_s, candidate.name
     return compiled
 
 
@@ -202,7 +202,7 @@ def test_fused_qkv_moves_no_more_than_the_presets_that_split_the_work() -> None:
     compiled = evidence(plan)
     presets = [
         t.compiled
-        for t in plan.trials
+        for t in plan.candidates
         if t.origin in ("preset:tp", "preset:fsdp+tp") and t.compiled
     ]
     assert presets

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.compiler.compile import Built
-from autoshard.evidence.candidate import Trial
+from autoshard.evidence.candidate import Candidate
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER
 from autoshard.layout.layout import Layout
 from autoshard.search.proposer import Proposal
 
 
 @dataclass(eq=False)
-class Candidate:
+class Entry:
     """A layout in the race."""
 
     layout: Layout
     proposal: Proposal
-    trial: Trial
+    candidate: Candidate
     built: Built | None = None
 
     @property
@@ -27,21 +27,21 @@ class Candidate:
 
         Then stated inside before arguments only, fewer rules, key.
         """
-        found = self.trial.compiled
+        found = self.candidate.compiled
         peak_bytes = self.proposal.prediction.peak_bytes if found is None else found.peak_bytes
         rounded = float(f"{self.time_s:.3g}"), float(f"{peak_bytes:.2g}")
-        return (*rounded, not self.layout.inside, len(self.layout.rules), self.trial.key)
+        return (*rounded, not self.layout.inside, len(self.layout.rules), self.candidate.key)
 
     @property
     def time_s(self) -> float:
         """Compiled seconds of a step, predicted where it is not compiled."""
-        found = self.trial.compiled
+        found = self.candidate.compiled
         return self.proposal.prediction.time_s if found is None else found.time_s
 
     @property
     def is_preset(self) -> bool:
         """True for a layout that experts use, with constraints inside or not."""
-        return self.trial.origin.startswith("preset")
+        return self.candidate.origin.startswith("preset")
 
     @property
     def is_plain(self) -> bool:
