@@ -36,6 +36,7 @@ from autoshard.evaluate.inputs import inputs_for
 from autoshard.evaluate.multiprocess import MultiProcessRunner, Outcome, follow, identity_of, joined
 from autoshard.evaluate.selection import best_so_far, select
 from autoshard.evaluate.target_selection import select_on_target
+from autoshard.evidence.candidate import Status
 from autoshard.evidence.throughput import Throughput, checked_samples
 from autoshard.joint_search import Variant, device_count, over_mesh_shapes, over_variants
 from autoshard.layout.layout import Layout
@@ -294,7 +295,7 @@ def _outcome(
     interrupted: bool,
     search_s: float,
 ) -> Outcome:
-    winner.candidate = replace(winner.candidate, status="winner")
+    winner.candidate = replace(winner.candidate, status=Status.WINNER)
     target = evaluation.prepared.request.mesh.target
     if winner.candidate.verified is not None:
         found = winner.candidate.verified

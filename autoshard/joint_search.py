@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, SearchFailedError
 from autoshard.evaluate.effort import Effort
-from autoshard.evidence.candidate import Candidate, Predicted
+from autoshard.evidence.candidate import Candidate, Predicted, winner_of
 from autoshard.evidence.throughput import checked_samples
 from autoshard.plan import Plan
 from autoshard.text import bytes_text, seconds_text
@@ -242,7 +242,9 @@ def _in_a_study(alternative: Alternative) -> dict[str, Any]:
 
 
 def _winner(plan: Plan) -> Candidate:
-    return next(candidate for candidate in plan.candidates if candidate.status == "winner")
+    winner = winner_of(plan.candidates)
+    assert winner is not None
+    return winner
 
 
 def _predicted(candidate: Candidate) -> Predicted:

@@ -18,7 +18,7 @@ from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.axes.sharding_rules import FactorKind
 from autoshard.evidence.candidate import Skipped
-from autoshard.layout.axis_rule import OPTIMIZER, AxisRule
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Scope
 from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Value
 
@@ -196,7 +196,7 @@ def presets(
     skipped: list[Skipped] = []
 
     def rules(
-        logical_axes: Iterable[str], over: Iterable[str], where: str = "everywhere"
+        logical_axes: Iterable[str], over: Iterable[str], where: Scope = EVERYWHERE
     ) -> tuple[AxisRule, ...]:
         over = tuple(over)
         return tuple(

@@ -30,7 +30,7 @@ import numpy as np
 import optuna
 
 from autoshard.cost_model.predict import Prediction, Predictor
-from autoshard.evidence.candidate import Skipped
+from autoshard.evidence.candidate import Origin, Skipped
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
@@ -65,7 +65,6 @@ KEPT = 120
 """Layouts that are returned, beside presets and the Pareto set of time and memory."""
 
 READABLE = 16
-SEARCH = "search"
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 logging.getLogger("optuna").propagate = False
@@ -77,17 +76,22 @@ class Proposal:
 
     Attributes:
         name: `fsdp`, or `search-17`.
-        origin: `preset:fsdp`, or `search`.
+        origin: A preset (of this name), or the search.
         layout: With constraints stated inside.
         key: Its effective layout.
         prediction: The model's word.
     """
 
     name: str
-    origin: str
+    origin: Origin
     layout: Layout
     key: str
     prediction: Prediction
+
+    @property
+    def preset(self) -> str | None:
+        """Name of the preset; None for a layout that was searched."""
+        return self.name if self.origin is Origin.PRESET else None
 
     def excess_bytes(self, budget_bytes: int | None) -> int:
         """Predicted bytes over the budget, 0 where it fits."""
@@ -184,7 +188,7 @@ class _Found:
 
     rules: tuple[AxisRule, ...]
     name: str
-    origin: str
+    origin: Origin
     index: tuple[int, ...]
     time_s: float
     peak_bytes: int
@@ -238,7 +242,10 @@ class _Search:
         return self._evaluate_rules([rules_of(lists) for lists in batch])
 
     def _evaluate_rules(
-        self, batch: Sequence[tuple[AxisRule, ...]], names: Sequence[str] = (), origin: str = SEARCH
+        self,
+        batch: Sequence[tuple[AxisRule, ...]],
+        names: Sequence[str] = (),
+        origin: Origin = Origin.SEARCH,
     ) -> list[_Found | None]:
         """Predicts layouts, those that are known already from memory; None for what is over the
         limit.
@@ -260,10 +267,9 @@ class _Search:
             for (key, number), row, time_s, peak in zip(
                 fresh.items(), chosen.tolist(), times, peaks, strict=True
             ):
-                self._searched += origin == SEARCH
+                self._searched += origin is Origin.SEARCH
                 name = names[number] if names else f"search-{self._searched}"
-                called = origin if origin == SEARCH else f"{origin}:{name}"
-                self._found[key] = _Found(batch[number], name, called, tuple(row), time_s, peak)
+                self._found[key] = _Found(batch[number], name, origin, tuple(row), time_s, peak)
         return [self._found.get(key) for key in keys]
 
     def _cost(self, found: _Found) -> tuple[int, float, int]:
@@ -275,7 +281,7 @@ class _Search:
             self._found.values(),
             key=lambda f: (
                 *self._cost(f),
-                f.origin == SEARCH,
+                f.origin is Origin.SEARCH,
                 len(f.rules),
                 list(map(str, f.rules)),
             ),
@@ -296,7 +302,9 @@ class _Search:
         """Evaluates presets and tells the study of those that the space can express; the names
         their layouts have.
         """
-        found = self._evaluate_rules([p.rules for p in named], [p.name for p in named], "preset")
+        found = self._evaluate_rules(
+            [p.rules for p in named], [p.name for p in named], Origin.PRESET
+        )
         for one in found:
             if one is not None:
                 self._record(one)
@@ -411,14 +419,18 @@ class _Search:
         idle rules.
         """
         ranked = self._ranked()
-        chosen = ranked[:KEPT] + [f for f in ranked[KEPT:] if f.origin != SEARCH] + _pareto(ranked)
+        chosen = (
+            ranked[:KEPT]
+            + [f for f in ranked[KEPT:] if f.origin is not Origin.SEARCH]
+            + _pareto(ranked)
+        )
         simplifier = RuleSimplifier(self._predictor.placements)
         kept: dict[tuple[int, ...], _Found] = {}
         for number, found in enumerate(dict.fromkeys(chosen)):
-            if number < READABLE and found.origin == SEARCH:
+            if number < READABLE and found.origin is Origin.SEARCH:
                 short = simplifier.simplify(Layout(self._problem, found.rules))
                 again = self._evaluate_rules([short.rules], [found.name])[0]
-                if again is not None and again.origin == SEARCH:
+                if again is not None and again.origin is Origin.SEARCH:
                     found = replace(again, rules=short.rules)
             kept.setdefault(found.index, found)
         index = np.array([found.index for found in kept.values()], dtype=np.int32)
@@ -433,7 +445,7 @@ class _Search:
             fewest = len(proposal.layout.rules)
             return (
                 *proposal.order(self._budget_bytes),
-                proposal.origin == SEARCH,
+                proposal.origin is Origin.SEARCH,
                 fewest,
                 proposal.key,
             )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Occurrence
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Occurrence, Scope, ScopeKind
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Fit, Problem
 
@@ -289,7 +289,7 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[tuple[AxisR
                         yield (*rules[: last + 1], new, *rules[last + 1 :])
 
 
-def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) -> Iterator[str]:
+def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) -> Iterator[Scope]:
     """Conditions that are true of some of these values only, one for each set of values that can be
     told apart.
     """
@@ -297,10 +297,10 @@ def _conditions(problem: Problem, values: Sequence[tuple[frozenset[int], Fit]]) 
     everywhere = frozenset(range(len(values)))
     for other in sorted(frozenset().union(*(present for present, _ in values))):
         having = frozenset(i for i, (present, _) in enumerate(values) if other in present)
-        for word, chosen in (("without", everywhere - having), ("with", having)):
+        for kind, chosen in ((ScopeKind.WITHOUT, everywhere - having), (ScopeKind.WITH, having)):
             if chosen and chosen != everywhere and chosen not in seen:
                 seen.add(chosen)
-                yield f"{word} {problem.logical_axes.axes[other].name}"
+                yield Scope(kind, problem.logical_axes.axes[other].name)
 
 
 def make_space(problem: Problem, optimizer_axes: Sequence[str] = ()) -> Space:

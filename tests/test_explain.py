@@ -122,9 +122,7 @@ def test_every_preset_that_lost_has_its_reason(mesh_4x2: Mesh) -> None:
     )
     reasons = dict(plan.explain().reasons)
     print(plan.explain())
-    losers = {
-        t.name for t in plan.candidates if t.origin.startswith("preset") and t.status != "winner"
-    }
+    losers = {t.name for t in plan.candidates if t.is_preset and t.status != "winner"}
     assert set(reasons) == losers
     assert all(reasons.values())
     rejected = [t.name for t in plan.candidates if t.status == "rejected" and "budget" in t.reason]

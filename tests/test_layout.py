@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import RuleError
-from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Scope, ScopeKind
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.layout.spec import Spec, shard_count, to_partition_spec
@@ -43,12 +43,8 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_./\[\]'#]{0,8}", fullmatch=True).fil
 )
 mesh_axis_names = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 wheres = st.one_of(
-    st.sampled_from(["everywhere", "optimizer"]),
-    st.builds(
-        lambda word, logical_axis: f"{word} {logical_axis}",
-        st.sampled_from(["with", "without"]),
-        names,
-    ),
+    st.sampled_from([EVERYWHERE, OPTIMIZER]),
+    st.builds(Scope, st.sampled_from([ScopeKind.WITH, ScopeKind.WITHOUT]), names),
 )
 axis_rules = st.builds(AxisRule, names, mesh_axis_names, st.sampled_from(["first", "last"]), wheres)
 
@@ -66,16 +62,18 @@ def test_text_that_is_no_rule_is_refused(text: str) -> None:
         AxisRule.parse(text)
 
 
+@pytest.mark.parametrize("scope", ["sometimes", "with", "optimizer emb.0", "everywhere else"])
+def test_a_scope_that_says_nothing_is_refused(scope: str) -> None:
+    with pytest.raises(RuleError, match="Use 'everywhere', 'optimizer', 'with AXIS'"):
+        AxisRule.parse(f"emb.0->model ({scope})")
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
         (AxisRule("emb.0", "modle"), r"mesh axis 'modle', but the mesh has .*'model'"),
         (AxisRule("enb.0", "model"), r"logical axis 'enb.0'.*Nearest: .*emb\.0"),
-        (
-            AxisRule("emb.0", "model", where="sometimes"),
-            r"where='sometimes'. Use 'everywhere', 'optimizer', 'with AXIS'",
-        ),
-        (AxisRule("emb.0", "model", where="with nobody"), r"logical axis 'nobody'"),
+        (AxisRule("emb.0", "model", where=Scope.parse("with nobody")), r"logical axis 'nobody'"),
     ],
 )
 def test_a_rule_that_names_nothing_is_refused(

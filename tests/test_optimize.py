@@ -59,9 +59,7 @@ def test_the_plan_is_verified_and_measured_and_says_so(plan: autoshard.Plan) -> 
 
 
 def test_every_preset_is_a_candidate_or_skipped_with_a_reason(plan: autoshard.Plan) -> None:
-    named = {
-        t.origin.removeprefix("preset:") for t in plan.candidates if t.origin.startswith("preset")
-    }
+    named = {t.preset for t in plan.candidates if t.is_preset}
     skipped = {s.name: s.reason for s in plan.skipped}
     assert named | set(skipped) == {
         "replicated",
@@ -88,9 +86,7 @@ def test_the_best_preset_is_measured_and_the_winner_is_no_slower(plan: autoshard
     from autoshard.evaluate.measure import ratio_interval
 
     winner = next(t for t in plan.candidates if t.status == "winner")
-    presets = [
-        t for t in plan.candidates if t.measured is not None and t.origin.startswith("preset")
-    ]
+    presets = [t for t in plan.candidates if t.measured is not None and t.is_preset]
     assert presets
     for preset in presets:
         if preset is not winner:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Scope, ScopeKind
 from autoshard.layout.layout import Layout
 from autoshard.layout.pins import Only
 from autoshard.layout.placements import OPEN, Placements
@@ -53,8 +53,8 @@ def decoders() -> list[Prepared]:
 def rule_lists(problem: Problem) -> st.SearchStrategy[tuple[AxisRule, ...]]:
     names = st.sampled_from([logical_axis.name for logical_axis in problem.logical_axes.axes])
     scoped = st.one_of(
-        st.sampled_from(["everywhere", "everywhere", "optimizer"]),
-        st.builds("{} {}".format, st.sampled_from(["with", "without"]), names),
+        st.sampled_from([EVERYWHERE, EVERYWHERE, OPTIMIZER]),
+        st.builds(Scope, st.sampled_from([ScopeKind.WITH, ScopeKind.WITHOUT]), names),
     )
     rule = st.builds(
         AxisRule,

@@ -13,7 +13,7 @@ import autoshard
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.evaluation import Evaluation
 from autoshard.evaluate.selection import by_compiled_time
-from autoshard.evidence.candidate import Candidate, Measured, Predicted
+from autoshard.evidence.candidate import Candidate, Measured, Origin, Predicted
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 
@@ -54,8 +54,16 @@ def test_with_equal_predictions_the_canonical_form_decides(layout: Any) -> None:
     assert winner(entry(layout, "b", 1.0, NOISY), entry(layout, "a", 1.0, other)) == "a"
 
 
-def compiled(layout: Any, key: str, seconds: float, rules: int, origin: str = "search") -> Entry:
-    candidate = Candidate(key, origin, (), "anchors", key, predicted=Predicted(seconds, 0, 0))
+def compiled(layout: Any, key: str, seconds: float, rules: int, preset: str | None = None) -> Entry:
+    candidate = Candidate(
+        key,
+        Origin.SEARCH if preset is None else Origin.PRESET,
+        (),
+        "anchors",
+        key,
+        preset=preset,
+        predicted=Predicted(seconds, 0, 0),
+    )
     proposal: Any = SimpleNamespace(prediction=candidate.predicted)
     return Entry(replace(layout, rules=layout.rules[:rules]), proposal, candidate)
 
@@ -78,8 +86,6 @@ def test_but_nothing_slower_than_a_preset_wins(layout: Any, preset_s: float, win
         compiled(layout, "b", 1.009, 1),
     ]
     assert (
-        by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "preset:p")])[
-            0
-        ].candidate.key
+        by_compiled_time([*searched, compiled(layout, "p", preset_s, 2, "p")])[0].candidate.key
         == wins
     )

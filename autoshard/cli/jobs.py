@@ -22,6 +22,7 @@ from autoshard.cli.factory import use_cpu_devices, use_processes
 from autoshard.cli.job_file import Job, read_job, run_job
 from autoshard.cli.job_log import log_events
 from autoshard.errors import ArgumentError, StudyError
+from autoshard.evidence.candidate import winner_of
 from autoshard.processes.supervisor import supervise
 from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import (
@@ -129,7 +130,8 @@ def worker(
     plan = with_job(job, progress=False)
     if jax.process_index() != 0:
         return
-    best = next(t for t in plan.candidates if t.status == "winner")
+    best = winner_of(plan.candidates)
+    assert best is not None
     seconds = "" if best.measured is None else f", measured {seconds_text(best.measured.median_s)}"
     logging.getLogger("autoshard.jobs").info("finished: the best is %s%s", best.name, seconds)
 

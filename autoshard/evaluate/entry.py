@@ -39,12 +39,7 @@ class Entry:
         return self.proposal.prediction.time_s if found is None else found.time_s
 
     @property
-    def is_preset(self) -> bool:
-        """True for a layout that experts use, with constraints inside or not."""
-        return self.candidate.origin.startswith("preset")
-
-    @property
     def is_plain(self) -> bool:
         """True for a searched layout without rules under a condition."""
         scopes = {rule.where for rule in self.layout.rules}
-        return not self.is_preset and scopes <= {EVERYWHERE, OPTIMIZER}
+        return not self.candidate.is_preset and scopes <= {EVERYWHERE, OPTIMIZER}

@@ -22,7 +22,13 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.evaluate.device_runner import DeviceRunner
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.measure import RunError, ratio_interval
-from autoshard.evidence.candidate import Candidate, CompiledEvidence, PartitionedEvidence, Predicted
+from autoshard.evidence.candidate import (
+    Candidate,
+    CompiledEvidence,
+    PartitionedEvidence,
+    Predicted,
+    Status,
+)
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
@@ -107,6 +113,7 @@ class Evaluation:
         candidate = Candidate(
             name=proposal.name if layout.inside else f"{proposal.name} (arguments)",
             origin=proposal.origin,
+            preset=proposal.preset,
             rules=tuple(map(str, layout.rules)),
             constraints="anchors" if layout.inside else "arguments",
             key=key,
@@ -127,9 +134,7 @@ class Evaluation:
         rejected.
         """
         alive = [
-            c
-            for c in self.entries
-            if c.candidate.compiled is not None and c.candidate.status != "rejected"
+            c for c in self.entries if c.candidate.compiled is not None and not c.candidate.rejected
         ]
         parts = []
         if alive:
@@ -137,11 +142,9 @@ class Evaluation:
             measured = best.candidate.measured
             text = "compiled" if measured is None else f"{seconds_text(measured.median_s)} measured"
             parts.append(f"best so far {best.candidate.name}, {text}")
-        left = sum(
-            c.candidate.compiled is None and c.candidate.status != "rejected" for c in self.due
-        )
+        left = sum(c.candidate.compiled is None and not c.candidate.rejected for c in self.due)
         parts += [f"{left} left to compile"] if left else []
-        rejected = sum(c.candidate.status == "rejected" for c in self.entries)
+        rejected = sum(c.candidate.rejected for c in self.entries)
         parts += [f"{rejected} rejected"] if rejected else []
         return ", ".join(parts)
 
@@ -174,7 +177,7 @@ class Evaluation:
             if entry.candidate.compiled is not None:
                 times[entry.candidate.key] = entry.candidate.compiled.time_s
                 continue
-            if entry.candidate.status == "rejected":
+            if entry.candidate.rejected:
                 continue
             try:
                 entry.built = build(self.prepared.traced, entry.layout, self.prepared.request.mesh)
@@ -192,7 +195,7 @@ class Evaluation:
             times[entry.candidate.key] = self.time_s(compute_s, self._as_sent(found.ops))
             entry.candidate = replace(
                 entry.candidate,
-                status="partitioned",
+                status=Status.PARTITIONED,
                 partitioned=PartitionedEvidence(found.collectives, found.collective_bytes),
             )
         return times
@@ -206,9 +209,7 @@ class Evaluation:
 
     def compile(self, entries: Sequence[Entry]) -> None:
         """Compiles candidates of which there is no evidence yet, here or on other workers."""
-        new = [
-            c for c in entries if c.candidate.compiled is None and c.candidate.status != "rejected"
-        ]
+        new = [c for c in entries if c.candidate.compiled is None and not c.candidate.rejected]
         self.due = tuple(new)
 
         def stop() -> bool:
@@ -223,7 +224,7 @@ class Evaluation:
         With isolation that is in a process of its own, and in this one only what survived there and
         is needed `to_run`.
         """
-        if entry.candidate.status == "rejected" or self._compiled_here(entry):
+        if entry.candidate.rejected or self._compiled_here(entry):
             return
         if entry.candidate.compiled is not None and not to_run:
             return
@@ -249,7 +250,7 @@ class Evaluation:
         if candidate.compiled is not None:
             return  # its evidence stands
         found = replace(found, compute_s=compute_s)
-        entry.candidate = replace(candidate, status="compiled", compiled=found)
+        entry.candidate = replace(candidate, status=Status.COMPILED, compiled=found)
         over = self.over_budget(entry)
         if over:
             self.reject(entry, over)
@@ -296,7 +297,7 @@ class Evaluation:
         """
         self.compile([entry])
         if (
-            entry.candidate.status == "rejected"
+            entry.candidate.rejected
             or entry.candidate.verified is not None
             or self.reference_failure
         ):
@@ -398,7 +399,7 @@ class Evaluation:
     def measure(self, entries: Sequence[Entry]) -> None:
         """Measures candidates against each other, round by round."""
         self.compile(entries)
-        alive = [c for c in entries if c.candidate.status != "rejected" and not self.too_large(c)]
+        alive = [c for c in entries if not c.candidate.rejected and not self.too_large(c)]
         if not alive or (
             all(c.candidate.measured is not None for c in alive) and not self.shared.again
         ):
@@ -432,7 +433,9 @@ class Evaluation:
                 continue
             for name, measured in found.items():
                 entry = by_name[name]
-                entry.candidate = replace(entry.candidate, status="measured", measured=measured)
+                entry.candidate = replace(
+                    entry.candidate, status=Status.MEASURED, measured=measured
+                )
                 self.progress.say(
                     f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)"
                 )

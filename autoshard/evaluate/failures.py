@@ -60,7 +60,7 @@ def all_rejected(evaluation: Evaluation) -> SearchFailedError:
     reasons = [
         f"{c.candidate.name}: {c.candidate.reason}"
         for c in evaluation.entries
-        if c.candidate.status == "rejected"
+        if c.candidate.rejected
     ]
     listed = "\n  ".join(reasons[:12])
     return SearchFailedError(

@@ -49,14 +49,10 @@ def select(evaluation: Evaluation, proposals: Proposals, effort: Effort) -> Entr
     evaluation.compile(more)
     chosen += more
     if evaluation.late() and (
-        left := sum(
-            c.candidate.compiled is None and c.candidate.status != "rejected" for c in chosen
-        )
+        left := sum(c.candidate.compiled is None and not c.candidate.rejected for c in chosen)
     ):
         evaluation.progress.say(f"out of time after {len(chosen) - left} of {len(chosen)} compiles")
-    fitting = [
-        c for c in chosen if c.candidate.compiled is not None and c.candidate.status != "rejected"
-    ]
+    fitting = [c for c in chosen if c.candidate.compiled is not None and not c.candidate.rejected]
     if not fitting:
         fitting = _compile_smallest(evaluation, chosen, effort.compiled)
     charge_unsplit_work(evaluation, fitting)
@@ -67,7 +63,7 @@ def select(evaluation: Evaluation, proposals: Proposals, effort: Effort) -> Entr
     while True:
         for entry in fitting:
             evaluation.verify(entry)
-            if entry.candidate.status != "rejected":
+            if not entry.candidate.rejected:
                 return entry
         fitting = _next_best(evaluation, effort.compiled)
 
@@ -113,9 +109,7 @@ def _choose_compiled(evaluation: Evaluation, effort: Effort, share: float) -> li
         evaluation, _shortlist(_distinct(hopeful), max(partitioned, effort.compiled))
     )
     known = [
-        c
-        for c in evaluation.entries
-        if c.candidate.compiled is not None or c.candidate.status == "rejected"
+        c for c in evaluation.entries if c.candidate.compiled is not None or c.candidate.rejected
     ]
     fresh = [c for c in ranked if c not in known]
     places = math.ceil(share * max(0, effort.compiled - len(known)))
@@ -135,7 +129,7 @@ def _choose_more(evaluation: Evaluation, effort: Effort, chosen: Sequence[Entry]
             untried = [
                 c
                 for c in evaluation.entries
-                if c.candidate.compiled is None and c.candidate.status != "rejected"
+                if c.candidate.compiled is None and not c.candidate.rejected
             ]
             return [
                 c
@@ -174,17 +168,17 @@ def _next_best(evaluation: Evaluation, count: int) -> list[Entry]:
     """Where everything that was tried is wrong: presets that were not, then others by prediction, a
     few at a time.
     """
-    rejected = sum(c.candidate.status == "rejected" for c in evaluation.entries)
+    rejected = sum(c.candidate.rejected for c in evaluation.entries)
     rest = [
         c
         for c in evaluation.entries
-        if c.candidate.status != "rejected" and _maybe_fits(c, evaluation.budget_bytes, FAR)
+        if not c.candidate.rejected and _maybe_fits(c, evaluation.budget_bytes, FAR)
     ]
-    rest.sort(key=lambda c: not c.is_preset)
+    rest.sort(key=lambda c: not c.candidate.is_preset)
     few = rest[:count] if rejected < ROUNDS_OF_REJECTIONS * count else []
     for entry in evaluation.shared.choose("next", lambda: few, evaluation.entries):
         evaluation.compile([entry])
-        if entry.candidate.status != "rejected":
+        if not entry.candidate.rejected:
             return [entry]
     raise all_rejected(evaluation)
 
@@ -198,15 +192,13 @@ def _measured_winner(evaluation: Evaluation, fitting: list[Entry], effort: Effor
         chosen = with_presets(left, effort.measured, presets_at_least=max(1, effort.measured // 2))
         for entry in chosen:
             evaluation.verify(entry)
-        rejected = [c for c in chosen if c.candidate.status == "rejected"]
+        rejected = [c for c in chosen if c.candidate.rejected]
         if rejected:
             left = [c for c in left if c not in rejected] or _next_best(evaluation, effort.compiled)
             continue
         evaluation.measure(chosen)
         measured = [
-            c
-            for c in chosen
-            if c.candidate.measured is not None and c.candidate.status != "rejected"
+            c for c in chosen if c.candidate.measured is not None and not c.candidate.rejected
         ]
         if measured:
             return _reevaluated(evaluation, evaluation.fastest(measured), effort)
@@ -233,7 +225,7 @@ def _reevaluated(evaluation: Evaluation, winner: Entry, effort: Effort) -> Entry
             left = [
                 c
                 for c in evaluation.entries
-                if c.candidate.measured is None and c.candidate.status != "rejected"
+                if c.candidate.measured is None and not c.candidate.rejected
             ]
             budget = evaluation.budget_bytes
             faster = [
@@ -246,7 +238,7 @@ def _reevaluated(evaluation: Evaluation, winner: Entry, effort: Effort) -> Entry
         reevaluated = evaluation.shared.choose("challengers", choose, evaluation.entries)
         for entry in reevaluated:
             evaluation.verify(entry)
-        able = [c for c in reevaluated if c.candidate.status != "rejected"]
+        able = [c for c in reevaluated if not c.candidate.rejected]
         if not able:
             break
         evaluation.progress.say(
@@ -302,7 +294,7 @@ def by_compiled_time(entries: list[Entry]) -> list[Entry]:
     What is slower than a preset among them, by however little, is not as good.
     """
     good_s = AS_GOOD * min(c.time_s for c in entries)
-    good_s = min([good_s, *(SAME * c.time_s for c in entries if c.is_preset)])
+    good_s = min([good_s, *(SAME * c.time_s for c in entries if c.candidate.is_preset)])
 
     def key(entry: Entry) -> tuple[object, ...]:
         slower = entry.time_s > good_s
@@ -323,7 +315,7 @@ def _distinct(entries: Sequence[Entry]) -> list[Entry]:
             else candidate.partitioned.collectives
         )
         looks = (candidate.constraints, layout.input_specs(), layout.output_specs(), moved)
-        if looks not in seen or entry.is_preset:
+        if looks not in seen or entry.candidate.is_preset:
             kept.append(entry)
         seen.add(looks)
     return kept
@@ -332,7 +324,7 @@ def _distinct(entries: Sequence[Entry]) -> list[Entry]:
 def _shortlist(entries: list[Entry], count: int) -> list[Entry]:
     """The best by prediction, every preset, and the best without conditions."""
     plain = [c for c in entries if c.is_plain][: count // 3]
-    return entries[:count] + [c for c in entries[count:] if c.is_preset or c in plain]
+    return entries[:count] + [c for c in entries[count:] if c.candidate.is_preset or c in plain]
 
 
 def with_presets(
@@ -344,7 +336,9 @@ def with_presets(
     Predictions of layouts under conditions err more, so the plain one they grew from competes with
     them.
     """
-    presets = [c for c in ranked if c.is_preset][: min(presets_at_least, max(count - 1, 0))]
+    presets = [c for c in ranked if c.candidate.is_preset][
+        : min(presets_at_least, max(count - 1, 0))
+    ]
     plain = [c for c in ranked if c.is_plain][: min(plain_at_least, count - len(presets))]
     kept = presets + plain
     kept += [c for c in ranked if c not in kept][: count - len(kept)]
@@ -362,13 +356,13 @@ def _compile_smallest(evaluation: Evaluation, tried: list[Entry], count: int) ->
     Presets too, because their compiled peak is close to the predicted one; odd layouts may need far
     more.
     """
-    rest = [c for c in evaluation.entries if c not in tried and c.candidate.status != "rejected"]
+    rest = [c for c in evaluation.entries if c not in tried and not c.candidate.rejected]
     rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.candidate.key))
     smallest = rest[: max(count, 4)]
-    smallest += [c for c in rest[len(smallest) :] if c.is_preset][: max(count, 4)]
+    smallest += [c for c in rest[len(smallest) :] if c.candidate.is_preset][: max(count, 4)]
     for entry in evaluation.shared.choose("smallest", lambda: smallest, evaluation.entries):
         evaluation.compile([entry])
-        if entry.candidate.status != "rejected":
+        if not entry.candidate.rejected:
             return [entry]
     raise (
         infeasible(evaluation, None, compiled=True)
@@ -381,7 +375,7 @@ def best_so_far(evaluation: Evaluation, proposals: Proposals) -> Entry:
     """After an interruption: the best measured, else compiled, else predicted candidate."""
     if not evaluation.entries:
         evaluation.enter(proposals.ranked[:1])
-    alive = [c for c in evaluation.entries if c.candidate.status != "rejected"]
+    alive = [c for c in evaluation.entries if not c.candidate.rejected]
     measured = [c for c in alive if c.candidate.measured is not None]
     if measured:
         return evaluation.fastest(measured)

@@ -27,7 +27,7 @@ from autoshard.evaluate.selection import (
     uncompiled_best,
     with_presets,
 )
-from autoshard.evidence.candidate import CompiledEvidence
+from autoshard.evidence.candidate import CompiledEvidence, Status
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
 from autoshard.search.proposer import Proposals
@@ -64,7 +64,7 @@ class _TargetSelection:
         waiting = [
             c
             for c in evaluation.entries
-            if c.candidate.status != "rejected" and (c in chosen or _compiled(c))
+            if not c.candidate.rejected and (c in chosen or _compiled(c))
         ]
         waiting.sort(key=lambda c: c.order)
         left = waiting
@@ -72,9 +72,7 @@ class _TargetSelection:
             batch = with_presets(left, effort.full, presets_at_least=max(1, effort.full // 2))
             self._compile([c for c in batch if not _compiled(c, "full")], "full")
             left = [c for c in left if c not in batch]
-            fitting = [
-                c for c in waiting if c.candidate.status != "rejected" and _compiled(c, "full")
-            ]
+            fitting = [c for c in waiting if not c.candidate.rejected and _compiled(c, "full")]
             if fitting:
                 return by_compiled_time(fitting)[0]
             if evaluation.late():
@@ -86,15 +84,14 @@ class _TargetSelection:
         that none does.
         """
         evaluation = self.evaluation
-        rest = [
-            c for c in evaluation.entries if c.candidate.status != "rejected" and not _compiled(c)
-        ]
+        rest = [c for c in evaluation.entries if not c.candidate.rejected and not _compiled(c)]
         rest.sort(key=lambda c: (c.proposal.prediction.peak_bytes, c.candidate.key))
         smallest = (
-            rest[: effort.full] + [c for c in rest[effort.full :] if c.is_preset][: effort.full]
+            rest[: effort.full]
+            + [c for c in rest[effort.full :] if c.candidate.is_preset][: effort.full]
         )
         self._compile(smallest, "full")
-        fitting = [c for c in smallest if c.candidate.status != "rejected" and _compiled(c, "full")]
+        fitting = [c for c in smallest if not c.candidate.rejected and _compiled(c, "full")]
         if fitting:
             return by_compiled_time(fitting)[0]
         some = any(_compiled(c) for c in evaluation.entries)
@@ -174,7 +171,7 @@ class _TargetSelection:
         found = priced(
             outcome, mesh, evaluation.predictor, entry.proposal.prediction.compute_s, level
         )
-        entry.candidate = replace(entry.candidate, status="compiled", compiled=found)
+        entry.candidate = replace(entry.candidate, status=Status.COMPILED, compiled=found)
         over = evaluation.over_budget(entry)
         if over and found.peak_bytes > slack * (evaluation.budget_bytes or 0):
             evaluation.reject(entry, over)
@@ -218,7 +215,7 @@ def _unlike(entries: Sequence[Entry]) -> list[Entry]:
             else candidate.key,
             f"{entry.proposal.prediction.peak_bytes:.2g}",
         )
-        if looks not in seen or entry.is_preset:
+        if looks not in seen or entry.candidate.is_preset:
             kept.append(entry)
         seen.add(looks)
     return kept

@@ -4,6 +4,8 @@ exception.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +13,28 @@ import msgspec
 
 from autoshard.evidence.collectives import Collective
 
-Status = Literal["winner", "measured", "compiled", "partitioned", "predicted", "rejected"]
+
+class Status(enum.StrEnum):
+    """How far a candidate came; the first members are of most interest to a reader."""
+
+    WINNER = "winner"
+    MEASURED = "measured"
+    COMPILED = "compiled"
+    PARTITIONED = "partitioned"
+    PREDICTED = "predicted"
+    REJECTED = "rejected"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order of the members."""
+        return list(Status).index(self)
+
+
+class Origin(enum.StrEnum):
+    """Who proposed a candidate."""
+
+    PRESET = "preset"
+    SEARCH = "search"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +128,8 @@ class Candidate:
 
     Attributes:
         name: Readable name (`fsdp`, `search-17`).
-        origin: Where it came from (`preset:fsdp`, `search`).
+        origin: Who proposed it.
+        preset: Name of the preset; None for one that was searched.
         rules: Axis rules as text, in order.
         constraints: `anchors` (stated inside the function) or `arguments`.
         key: Digest of the effective layout.
@@ -119,26 +143,42 @@ class Candidate:
     """
 
     name: str
-    origin: str
+    origin: Origin
     rules: tuple[str, ...]
     constraints: Literal["anchors", "arguments"]
     key: str
-    status: Status = "predicted"
+    status: Status = Status.PREDICTED
     reason: str = ""
     predicted: Predicted | None = None
     partitioned: PartitionedEvidence | None = None
     compiled: CompiledEvidence | None = None
     verified: Verified | None = None
     measured: Measured | None = None
+    preset: str | None = None
+
+    @property
+    def is_preset(self) -> bool:
+        """True for a layout that experts use, with constraints inside or not."""
+        return self.origin is Origin.PRESET
+
+    @property
+    def rejected(self) -> bool:
+        """True for one that is out of the search, for a `reason`."""
+        return self.status is Status.REJECTED
 
     def reject(self, reason: str) -> Candidate:
         """This candidate, rejected."""
-        return replace(self, status="rejected", reason=reason)
+        return replace(self, status=Status.REJECTED, reason=reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain builtins, for JSON."""
         result: dict[str, Any] = msgspec.to_builtins(self)
         return result
+
+
+def winner_of(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The candidate that won; None among candidates of no search."""
+    return next((c for c in candidates if c.status is Status.WINNER), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Axis rules: which axis class goes to which mesh axis, where."""
+"""Axis rules: which logical axis goes to which mesh axis, and where."""
 
 from __future__ import annotations
 
+import enum
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -11,14 +12,63 @@ from autoshard.errors import RuleError
 Occurrence = Literal["first", "last"]
 
 
-EVERYWHERE = "everywhere"
+class ScopeKind(enum.StrEnum):
+    """Where an axis rule holds, but for the logical axis that a condition names."""
+
+    EVERYWHERE = "everywhere"
+    OPTIMIZER = "optimizer"
+    WITH = "with"
+    WITHOUT = "without"
 
 
-OPTIMIZER = "optimizer"
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where an axis rule holds.
 
+    Attributes:
+        kind: Everywhere, in the optimizer state alone (ZeRO-1), or in values that have (`WITH`) or
+            do not have (`WITHOUT`) another logical axis.
+        logical_axis: The other logical axis of a condition, "" without one.
+
+    >>> str(Scope.parse("with emb.1")), Scope.parse("everywhere") == EVERYWHERE
+    ('with emb.1', True)
+    """
+
+    kind: ScopeKind
+    logical_axis: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.logical_axis}".rstrip()
+
+    @property
+    def is_condition(self) -> bool:
+        """True where the scope depends on another logical axis of the same value."""
+        return self.kind in (ScopeKind.WITH, ScopeKind.WITHOUT)
+
+    @classmethod
+    def parse(cls, text: str) -> Scope:
+        """Reads what `str` prints.
+
+        Raises:
+            RuleError: If the text is no scope.
+        """
+        kind, _, logical_axis = text.partition(" ")
+        scope = cls(ScopeKind(kind), logical_axis) if kind in set(ScopeKind) else None
+        if scope is None or scope.is_condition != bool(logical_axis):
+            raise RuleError(
+                f"({text}) does not say where a rule holds. Use 'everywhere', 'optimizer', "
+                f"'with AXIS' or 'without AXIS'."
+            )
+        return scope
+
+
+EVERYWHERE = Scope(ScopeKind.EVERYWHERE)
+OPTIMIZER = Scope(ScopeKind.OPTIMIZER)
 
 _TEXT = re.compile(
-    r"^\s*(?P<logical axis>\S+?)\s*->\s*(?P<axis>[^\s()@][^()@]*?)(?:\s+\((?P<where>[^)]*)\))?(?:\s+@(?P<occurrence>first|last))?\s*$"
+    r"\s*(?P<logical_axis>\S+?)\s*->\s*(?P<mesh_axis>[^\s()@][^()@]*?)"
+    r"(?:\s+\((?P<where>[^)]*)\))?"
+    r"(?:\s+@(?P<occurrence>first|last))?\s*"
 )
 
 
@@ -30,25 +80,26 @@ class AxisRule:
         logical_axis: Name of the logical axis.
         mesh_axis: Name of the mesh axis.
         occurrence: Which dimension it takes where the logical axis occurs twice in one value.
-        where: `everywhere`, `optimizer` (optimizer state alone: ZeRO-1), `with AXIS` or `without
-            ROLE` (true of the other logical axes of the same value).
+        where: In which values it holds.
 
     >>> str(AxisRule("wq.1", "model"))
     'wq.1->model'
-    >>> AxisRule.parse("emb.1->data (optimizer)")
-    AxisRule(role='emb.1', mesh_axis='data', occurrence='first', where='optimizer')
+    >>> AxisRule.parse("emb.1->data (optimizer)").where == OPTIMIZER
+    True
     """
 
     logical_axis: str
     mesh_axis: str
     occurrence: Occurrence = "first"
-    where: str = EVERYWHERE
+    where: Scope = EVERYWHERE
 
     def __str__(self) -> str:
-        where = "" if self.where == EVERYWHERE else f" ({self.where})"
-        return f"{self.logical_axis}->{self.mesh_axis}{where}" + (
-            "" if self.occurrence == "first" else f" @{self.occurrence}"
-        )
+        text = f"{self.logical_axis}->{self.mesh_axis}"
+        if self.where != EVERYWHERE:
+            text += f" ({self.where})"
+        if self.occurrence != "first":
+            text += f" @{self.occurrence}"
+        return text
 
     @classmethod
     def parse(cls, text: str) -> AxisRule:
@@ -57,10 +108,12 @@ class AxisRule:
         Raises:
             RuleError: If the text is no axis rule.
         """
-        match = _TEXT.match(text)
+        match = _TEXT.fullmatch(text)
         if match is None:
             raise RuleError(
-                f"{text!r} is no axis rule. Write 'logical axis->mesh axis', for example 'wq.1->model'."
+                f"{text!r} is no axis rule. Write 'logical axis->mesh axis', for example "
+                f"'wq.1->model'."
             )
         occurrence: Occurrence = "last" if match["occurrence"] == "last" else "first"
-        return cls(match["role"], match["axis"], occurrence, match["where"] or EVERYWHERE)
+        where = Scope.parse(match["where"]) if match["where"] else EVERYWHERE
+        return cls(match["logical_axis"], match["mesh_axis"], occurrence, where)

@@ -11,7 +11,7 @@ from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.axes.logical_axes import LogicalAxes
 from autoshard.axes.sharding_rules import FactorKind
 from autoshard.errors import RuleError
-from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule
+from autoshard.layout.axis_rule import OPTIMIZER, AxisRule, ScopeKind
 from autoshard.layout.spec import Disallowed, Spec
 from autoshard.tracing.program import Eqn, Program, Value
 
@@ -183,7 +183,7 @@ def bind(problem: Problem, rule: AxisRule) -> BoundRule:
     """An axis rule as numbers.
 
     Raises:
-        RuleError: If it names a mesh axis, a logical axis or a scope that the problem does not have.
+        RuleError: If it names a mesh axis, a logical axis that the problem does not have.
     """
     if rule.mesh_axis not in problem.mesh_axes:
         raise RuleError(
@@ -191,20 +191,18 @@ def bind(problem: Problem, rule: AxisRule) -> BoundRule:
             f"{dict(problem.mesh_axes)}. "
             f"Use one of {list(problem.mesh_axes)}."
         )
-    condition, _, other = rule.where.partition(" ")
-    if rule.where not in (EVERYWHERE, OPTIMIZER) and condition not in ("with", "without"):
-        raise RuleError(
-            f"rule '{rule}' has where={rule.where!r}. Use 'everywhere', 'optimizer', 'with AXIS' "
-            f"or 'without AXIS'."
-        )
+    scope = rule.where
+    other = None
+    if scope.is_condition:
+        other = _logical_axis_number(problem, scope.logical_axis, rule)
     return BoundRule(
         logical_axis=_logical_axis_number(problem, rule.logical_axis, rule),
         mesh_axis=rule.mesh_axis,
         size=problem.mesh_axes[rule.mesh_axis],
         last=rule.occurrence == "last",
-        optimizer=rule.where == OPTIMIZER,
-        needs=_logical_axis_number(problem, other, rule) if condition == "with" else None,
-        forbids=_logical_axis_number(problem, other, rule) if condition == "without" else None,
+        optimizer=scope == OPTIMIZER,
+        needs=other if scope.kind is ScopeKind.WITH else None,
+        forbids=other if scope.kind is ScopeKind.WITHOUT else None,
     )
 
 

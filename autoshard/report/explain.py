@@ -19,7 +19,7 @@ from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.hardware.refit import summary_s
 from autoshard.cost_model.memory_breakdown import Purpose, purposes
 from autoshard.cost_model.predict import Predictor
-from autoshard.evidence.candidate import Candidate
+from autoshard.evidence.candidate import Candidate, winner_of
 from autoshard.evidence.collectives import CollectiveOp
 from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
@@ -104,7 +104,7 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
     """
     predictor = predictor_for(plan, hardware)
     prediction = predictor.predict(plan.layout)
-    winner = next((t for t in plan.candidates if t.status == "winner"), None)
+    winner = winner_of(plan.candidates)
     ops: tuple[CollectiveOp, ...] = ()
     compiled_s: float | None = None
     stored = {name: count for name, count in prediction.argument_bytes.items() if count}
@@ -248,13 +248,11 @@ def _reasons(
     if winner is None:
         return
     for candidate in plan.candidates:
-        if candidate.origin.startswith("preset") and candidate is not winner:
+        if candidate.is_preset and candidate is not winner:
             reason = candidate.reason.splitlines()[0] if candidate.reason else ""
             yield (
                 candidate.name,
-                reason
-                if candidate.status == "rejected"
-                else _slower(plan, predictor, candidate, winner),
+                reason if candidate.rejected else _slower(plan, predictor, candidate, winner),
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autoshard.evidence.candidate import Candidate
+from autoshard.evidence.candidate import Candidate, Status, winner_of
 from autoshard.report.svg import Point, mesh_svg, scatter_svg
 from autoshard.table.leaf_patterns import fold
 from autoshard.table.spec_table import Leaf, SpecTable, candidates_of, spec_text
@@ -108,8 +108,8 @@ def summary(table: SpecTable, candidates: Sequence[Candidate]) -> list[str]:
     idle = [axis for axis in table.mesh.axes if axis not in used]
     if idle:
         sentences.append(f"No argument is split over {_safe(', '.join(idle))}.")
-    winner = next((t for t in candidates if t.status == "winner"), None)
-    presets = [t for t in candidates if t.origin.startswith("preset") and t is not winner]
+    winner = winner_of(candidates)
+    presets = [t for t in candidates if t.is_preset and t is not winner]
     if winner is not None and not table.edited:
         sentences += _against(winner, presets)
     compared = "compared and agree" if table.verified.startswith("yes") else "not compared"
@@ -120,7 +120,7 @@ def summary(table: SpecTable, candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _against(winner: Candidate, presets: Sequence[Candidate]) -> list[str]:
-    standard = winner.origin.startswith("preset")
+    standard = winner.is_preset
     found = [f"It is the standard layout <b>{_safe(winner.name)}</b>."] if standard else []
     measured = [t for t in presets if t.measured]
     if winner.measured and measured:
@@ -172,7 +172,7 @@ def _head(table: SpecTable, candidates: Sequence[Candidate], title: str) -> str:
 
 
 def _cards(candidates: Sequence[Candidate], table: SpecTable) -> str:
-    winner = next((t for t in candidates if t.status == "winner"), None)
+    winner = winner_of(candidates)
     cards = []
     if winner is not None and winner.measured:
         cards.append(
@@ -233,17 +233,9 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
     if not candidates:
         return '<h2>Candidates</h2><p class="soft">None: this layout was applied, not searched.</p>'
     rows, classes = [], []
-    order = {
-        "winner": 0,
-        "measured": 1,
-        "compiled": 2,
-        "partitioned": 3,
-        "predicted": 4,
-        "rejected": 5,
-    }
     for t in sorted(
         candidates,
-        key=lambda t: (order[t.status], t.measured.median_s if t.measured else _predicted(t)),
+        key=lambda t: (t.status.rank, t.measured.median_s if t.measured else _predicted(t)),
     ):
         p, c, m = t.predicted, t.compiled, t.measured
         rows.append(
@@ -280,9 +272,9 @@ def _predicted(candidate: Candidate) -> float:
 def _kind(candidate: Candidate) -> str:
     return (
         "winner"
-        if candidate.status == "winner"
+        if candidate.status is Status.WINNER
         else "preset"
-        if candidate.origin.startswith("preset")
+        if candidate.is_preset
         else "dot"
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from autoshard.compiler.bound_plan import BoundPlan
-from autoshard.evidence.candidate import Candidate, Skipped
+from autoshard.evidence.candidate import Candidate, Skipped, Status, winner_of
 from autoshard.evidence.collectives import Collective
 from autoshard.evidence.throughput import Throughput
 from autoshard.table.leaf_patterns import Each, fold
@@ -17,14 +17,6 @@ from autoshard.table.spec_table import SpecTable, candidates_of, spec_text
 from autoshard.text import bytes_text, render, seconds_text
 
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
-_ORDER = {
-    "winner": 0,
-    "measured": 1,
-    "compiled": 2,
-    "partitioned": 3,
-    "predicted": 4,
-    "rejected": 5,
-}
 
 
 def candidates_table(candidates: Iterable[Candidate], limit: int = 30) -> Table:
@@ -39,12 +31,8 @@ def candidates_table(candidates: Iterable[Candidate], limit: int = 30) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason")
     ordered = sorted(
-        (
-            t
-            for t in candidates
-            if t.status != "predicted" or t.origin.startswith("preset") or t.reason
-        ),
-        key=lambda t: (_ORDER[t.status], t.measured.median_s if t.measured else 0.0, _time(t)),
+        (t for t in candidates if t.status is not Status.PREDICTED or t.is_preset or t.reason),
+        key=lambda t: (t.status.rank, t.measured.median_s if t.measured else 0.0, _time(t)),
     )
     for t in ordered[:limit]:
         predicted, compiled = t.predicted, t.compiled
@@ -85,7 +73,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
 def plan_text(plan: BoundPlan, table: SpecTable) -> str:
     """The summary that `print(plan)` shows."""
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.axes.items())
-    winner = next((t for t in plan.candidates if t.status == "winner"), None)
+    winner = winner_of(plan.candidates)
     lines = [
         f"plan of {plan.traced.program.name} on {mesh} ({plan.mesh.device_kind})",
         f"rules "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
+from autoshard.evidence.candidate import winner_of
 from autoshard.table.leaf_patterns import Each, fold, path_key
 from autoshard.table.spec_table import Leaf, SpecTable, candidates_of, spec_text
 from autoshard.text import bytes_text, printable, seconds_text
@@ -75,10 +76,7 @@ def _leaf_text(leaf: Leaf | None) -> str:
 
 def _numbers(old: SpecTable, new: SpecTable) -> Iterator[str]:
     """The winners' numbers, each under the word that says where it is from."""
-    a, b = (
-        next((t for t in candidates_of(table) if t.status == "winner"), None)
-        for table in (old, new)
-    )
+    a, b = (winner_of(candidates_of(table)) for table in (old, new))
     for table, name in ((old, "the first"), (new, "the second")):
         if table.edited:
             yield f"{name} table's numbers are stale: its specs or rules were edited after the search"

@@ -12,6 +12,7 @@ import msgspec
 
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.compiler.bound_plan import BoundPlan
+from autoshard.evidence.candidate import Status
 from autoshard.layout.spec import Spec
 from autoshard.table.leaf_patterns import likenesses
 from autoshard.table.spec_table import (
@@ -94,7 +95,7 @@ def _evidence(plan: BoundPlan, checksum: str) -> Evidence:
         when=plan.when,
         search_s=plan.search_s,
         primitives=primitives_of(program),
-        candidates=[_record(candidate.to_dict()) for candidate in plan.candidates if candidate.status != "predicted"],
+        candidates=[_record(candidate.to_dict()) for candidate in plan.candidates if candidate.status is not Status.PREDICTED],
     )  # fmt: skip
 
 

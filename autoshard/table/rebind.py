@@ -124,9 +124,10 @@ def logical_axis_names(table: SpecTable, prepared: Prepared) -> dict[str, str]:
 
 
 def _renamed(rule: AxisRule, names: Mapping[str, str]) -> AxisRule:
-    condition, _, other = rule.where.partition(" ")
-    where = f"{condition} {names.get(other, other)}" if other else rule.where
-    return replace(rule, logical_axis=names.get(rule.logical_axis, rule.logical_axis), where=where)
+    scope = rule.where
+    if scope.is_condition:
+        scope = replace(scope, logical_axis=names.get(scope.logical_axis, scope.logical_axis))
+    return replace(rule, logical_axis=names.get(rule.logical_axis, rule.logical_axis), where=scope)
 
 
 def _stale(table: SpecTable, prepared: Prepared, gone: list[str], new: list[str]) -> list[str]:

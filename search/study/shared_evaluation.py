@@ -22,7 +22,7 @@ import msgspec
 
 from autoshard.cost_model.predict import Predictor
 from autoshard.errors import ArgumentError, RuleError, StudyError
-from autoshard.evidence.candidate import Candidate, Skipped
+from autoshard.evidence.candidate import Candidate, Origin, Skipped
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
@@ -197,9 +197,7 @@ class Shared:
             def run() -> Result:
                 climb(racer)
                 found = racer.candidate.compiled
-                seconds = (
-                    None if found is None or racer.candidate.status == "rejected" else found.time_s
-                )
+                seconds = None if found is None or racer.candidate.rejected else found.time_s
                 return Result({"candidates": [racer.candidate.to_dict()], "note": note()}, seconds)
 
             def give_up(reason: str) -> Result:
@@ -310,7 +308,12 @@ def adopted(own: Candidate, stored: Candidate) -> Candidate:
     here.
     """
     return replace(
-        stored, name=own.name, origin=own.origin, rules=own.rules, predicted=own.predicted
+        stored,
+        name=own.name,
+        origin=own.origin,
+        preset=own.preset,
+        rules=own.rules,
+        predicted=own.predicted,
     )
 
 
@@ -340,9 +343,7 @@ def _kept(ranked: Sequence[Proposal]) -> tuple[Proposal, ...]:
     smallest = sorted(ranked, key=lambda p: (p.prediction.peak_bytes, p.key))[:KEPT_SMALLEST]
     small = {p.key for p in smallest}
     return tuple(
-        p
-        for i, p in enumerate(ranked)
-        if i < KEPT or p.origin.startswith("preset") or p.key in small
+        p for i, p in enumerate(ranked) if i < KEPT or p.preset is not None or p.key in small
     )
 
 
@@ -358,7 +359,7 @@ def _read(record: Any, problem: Problem, predictor: Predictor) -> Proposals:
         for name, origin, key, *rules in record["ranked"]:
             layout = Layout(problem, tuple(map(AxisRule.parse, rules)))
             ranked.append(
-                Proposal(str(name), str(origin), layout, str(key), predictor.predict(layout))
+                Proposal(str(name), Origin(origin), layout, str(key), predictor.predict(layout))
             )
         skipped = tuple(Skipped(str(name), str(reason)) for name, reason in record["skipped"])
         evaluations = int(record["evaluations"])

@@ -75,7 +75,7 @@ def status_of(tasks: Tasks, now_s: float | None = None) -> StudyStatus:
             found |= candidates_of(claims.record(task))
             if rung in COUNTED:
                 done.append(trial)
-    alive = [t for t in found.values() if t.status != "rejected" and t.compiled is not None]
+    alive = [t for t in found.values() if not t.rejected and t.compiled is not None]
     measured = [t for t in alive if t.measured is not None]
     pace = _per_hour(done)
     evaluated = {claim.task.partition(" ")[2] for t in done if (claim := claim_of(t)) is not None}
@@ -85,9 +85,7 @@ def status_of(tasks: Tasks, now_s: float | None = None) -> StudyStatus:
         wanted=len(wanted),
         running=tuple(_running(c, now_s) for c in claims.claims.values()),
         best=min(measured or alive, key=_seconds, default=None),
-        rejected=tuple(
-            (t.name, t.reason.splitlines()[0]) for t in found.values() if t.status == "rejected"
-        ),
+        rejected=tuple((t.name, t.reason.splitlines()[0]) for t in found.values() if t.rejected),
         per_hour=pace,
         left_s=left / pace * 3600 if pace and wanted else None,
         deaths=sum(claims.deaths.values()),

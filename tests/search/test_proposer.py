@@ -71,7 +71,7 @@ def test_every_preset_is_proposed_or_skipped_with_a_reason(
     found: tuple[Proposals, Counting],
 ) -> None:
     proposals, _ = found
-    named = {p.name for p in proposals.ranked if p.origin == f"preset:{p.name}"}
+    named = {p.name for p in proposals.ranked if p.preset == p.name}
     skipped = {s.name: s.reason for s in proposals.skipped}
     assert named | set(skipped) == set(ORDER)
     assert all(skipped.values())

@@ -61,7 +61,7 @@ def make_row(plan: autoshard.Plan, replicated_bytes: int) -> Row:
     return {
         "rules": list(won.rules),
         "constraints": won.constraints,
-        "origin": won.origin,
+        "origin": f"preset:{won.preset}" if won.is_preset else "search",
         "verified": plan.verified.ok,
         "predicted_bytes": won.predicted.collective_bytes,
         "compiled_bytes": won.compiled.collective_bytes,
@@ -84,7 +84,7 @@ def search_again(name: str) -> Row:
     assert found is not None
     for candidate in plan.candidates:
         if (
-            candidate.origin.startswith("preset:")
+            candidate.is_preset
             and candidate.constraints == "anchors"
             and candidate.predicted is not None
         ):

@@ -35,7 +35,7 @@ def evidence(plan: autoshard.Plan) -> Any:
     assert compiled is not None
     for candidate in plan.candidates:
         if (
-            candidate.origin.startswith("preset")
+            candidate.is_preset
             and candidate.compiled is not None
             and candidate.status != "rejected"
         ):
@@ -200,10 +200,6 @@ def test_fused_qkv_moves_no_more_than_the_presets_that_split_the_work() -> None:
     params = [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(2)]
     plan = search(WholeModel(sgd(loss), (params, normal(batch, length, d)), (0,)), None, compiled=6)
     compiled = evidence(plan)
-    presets = [
-        t.compiled
-        for t in plan.candidates
-        if t.origin in ("preset:tp", "preset:fsdp+tp") and t.compiled
-    ]
+    presets = [t.compiled for t in plan.candidates if t.preset in ("tp", "fsdp+tp") and t.compiled]
     assert presets
     assert all(compiled.collective_bytes <= preset.collective_bytes for preset in presets)
