@@ -1,7 +1,7 @@
 """A Llama-shaped train step planned for hardware that is not here.
 
-    python examples/llama_target.py tpu:v5e:4x4 data=4,model=4 autoshard search
-    examples.llama_target:factory --target gpu:h100:4x8 --mesh data=4,model=8 --out specs/llama.json
+    python examples/llama_target.py tpu:v5e:4x4 data=4,model=4
+    autoshard search examples.llama_target:factory --target gpu:h100:4x8 --mesh data=4,model=8 --out specs/llama.json
 
 The step is compiled by the target's real compiler on this machine (`pip install 'autoshard[tpu]'`
 or `[gpu]`); nothing is run, no array is made. The table says what FSDP, Megatron's tensor

@@ -1,8 +1,8 @@
 """A byte-level decoder language model on the sources of Python's standard library: search, then
 train with the plan.
 
-    python examples/transformer.py autoshard search examples.transformer:factory --mesh
-    data=4,model=2 --cpu-devices 8 --out specs/transformer.json
+    python examples/transformer.py
+    autoshard search examples.transformer:factory --mesh data=4,model=2 --cpu-devices 8 --out specs/transformer.json
 
 The model is written as one would for a single device: scan over layers, `jax.checkpoint`, AdamW
 from optax, no sharding anywhere. autoshard finds the layout for 8 (fake CPU) devices; 30 steps with

@@ -25,3 +25,9 @@ with contextlib.suppress(RuntimeError):  # another conftest may have made the de
 def mesh_4x2() -> Mesh:
     """data=4, model=2 over 8 CPU devices; the axes are Auto."""
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+@pytest.fixture(scope="session")
+def mesh(mesh_4x2: Mesh) -> Mesh:
+    """The same mesh, for tests that know one only."""
+    return mesh_4x2

@@ -60,7 +60,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_small_examples_run_and_stay_small(name: str, tmp_path: Path) -> None:
     file = ROOT / "examples" / f"{name}.py"
-    assert len(file.read_text().splitlines()) < 60
+    assert len(file.read_text().splitlines()) < 65
     found = subprocess.run(
         [sys.executable, str(file)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=300,

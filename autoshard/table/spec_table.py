@@ -25,7 +25,6 @@ from autoshard.table.strict_json import shown
 if TYPE_CHECKING:
     pass
 
-import hashlib
 import json
 import uuid
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.layout.spec import Spec
 from autoshard.table.leaf_patterns import alike, path_key, unfold
-from autoshard.table.migrate import SCHEMA, to_current
+from autoshard.table.migrate import SCHEMA, checksum_of, checksum_of_2, to_current
 from autoshard.table.strict_json import convert, object_at, parse, read_text, refusal
 
 T = TypeVar("T")
@@ -178,7 +177,8 @@ class SpecTable(msgspec.Struct, frozen=True):
         Raises:
             TableError: As `load`.
         """
-        data = to_current(parse(text, where), where)
+        written = parse(text, where)
+        data = to_current(written, where)
         leaves = {
             name: _read_leaves(name, object_at(data, name, where), where, text)
             for name in ("inputs", "outputs")
@@ -203,7 +203,7 @@ class SpecTable(msgspec.Struct, frozen=True):
             likes |= {
                 prefix + path.removeprefix(source): _as_output(leaf) for path, leaf in below.items()
             }
-        return SpecTable(
+        table = SpecTable(
             function=file.function,
             mesh=file.mesh,
             rules=file.rules,
@@ -214,6 +214,10 @@ class SpecTable(msgspec.Struct, frozen=True):
             outputs_like=file.outputs_like,
             evidence=file.evidence,
         )
+        if written["schema"] == 2 and table.evidence.checksum == checksum_of_2(table._parts()):
+            evidence = msgspec.structs.replace(table.evidence, checksum=table.checksum())
+            return msgspec.structs.replace(table, evidence=evidence)
+        return table
 
     def save(self, path: str | Path) -> None:
         """Writes the table; the directory is made if it does not exist, and the file appears whole
@@ -270,11 +274,14 @@ class SpecTable(msgspec.Struct, frozen=True):
 
     def checksum(self) -> str:
         """Digest of mesh, rules, constraints and leaves, however they are written down."""
-        parts = msgspec.to_builtins(
+        return checksum_of(self._parts())
+
+    def _parts(self) -> list[Any]:
+        """What the plan is, as plain builtins; the evidence is not."""
+        parts: list[Any] = msgspec.to_builtins(
             [self.mesh, self.rules, self.constraints, self.inputs, self.outputs]
         )
-        text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        return parts
 
     @property
     def edited(self) -> bool:
@@ -368,7 +375,7 @@ def _line_text(line: tuple[Each, Leaf]) -> str:
         "shape": leaf.shape,
         "dtype": leaf.dtype,
     }
-    fields |= {"logical axes": leaf.logical_axes} if leaf.logical_axes else {}
+    fields |= {"logical_axes": leaf.logical_axes} if leaf.logical_axes else {}
     fields |= {"group": leaf.group} if leaf.group else {}
     return _text(fields | ({"each": list(each)} if each else {}))
 

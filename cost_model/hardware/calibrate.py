@@ -1,10 +1,10 @@
 """Calibration: microbenchmarks on the devices of a mesh, and the rates and links that explain them
 best.
 
-    matmul      op_s + flops / rate, for each dtype stream      op_s + bytes / memory rate (one
-    read, one write of each byte) collective  as in `collectives`: steps * alpha + bytes /
-    bandwidth, for each kind over each mesh axis overlap     what an independent matmul and
-    all_reduce take together, against one after the other
+    matmul      op_s + flops / rate, for each dtype
+    stream      op_s + bytes / memory rate (one read, one write of each byte)
+    collective  as in `collectives`: steps * alpha + bytes / bandwidth, for each kind over each mesh axis
+    overlap     what an independent matmul and all_reduce take together, against one after the other
 
 A program repeats its operation within a call for about `CALL_S` seconds, and what a call that does
 it once takes is subtracted. Programs are timed in interleaved rounds, so that a busy moment hits
@@ -20,9 +20,8 @@ what is off by more than `HUBER` counts less. That limit is fixed: one that foll
 drops, of the few sizes of a collective, now this one and now that.
 
 Reference:
-    Hockney (1994), "The communication challenge for MPP" (alpha-beta); Huber, Ronchetti (2009),
-    "Robust Statistics", section 7.8 (iteratively reweighted least squares); Lawson, Hanson (1974),
-    chapter 23 (non-negative least squares).
+    Hockney (1994), "The communication challenge for MPP" (alpha-beta); Huber, Ronchetti (2009), "Robust Statistics",
+    section 7.8 (iteratively reweighted least squares); Lawson, Hanson (1974), chapter 23 (non-negative least squares).
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 With n devices, B bytes of the full value, alpha seconds a step and w bytes/s:
 
-    all_gather, reduce_scatter   (n - 1) alpha + (n - 1)/n B / w all_reduce                   both,
-    one after the other all_to_all                   (n - 1) alpha + (n - 1)/n (B/n) / w, on a ring
-    (n - 1) alpha + B/4 / w collective_permute           alpha + b / w      (b: what one device
-    holds)
+    all_gather, reduce_scatter   (n - 1) alpha + (n - 1)/n B / w
+    all_reduce                   both, one after the other
+    all_to_all                   (n - 1) alpha + (n - 1)/n (B/n) / w, on a ring (n - 1) alpha + B/4 / w
+    collective_permute           alpha + b / w      (b: what one device holds)
 
-"Full value" means the same as in `autoshard.evidence.collectives.ring_bytes`: what the group holds together
+"Full value" means the same as in `autoshard.evidence.ring_bytes`: what the group holds together
 (all_gather, all_to_all), or the operand of one device (reductions). One device costs nothing.
 
 Reference:
-    Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in
-    MPICH", section 4.
+    Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in MPICH", section 4.
 """
 
 from __future__ import annotations

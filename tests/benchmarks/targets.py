@@ -10,8 +10,7 @@ The first two search, then compile FSDP, tensor parallelism and their mixture at
 print all of them; `--presets` compiles each preset twice, as arguments only and with the layout
 stated inside too; `--random` compiles so many random distinct layouts of those that are predicted
 to fit. What was compiled before comes from the cache. How far predictions are from what was
-compiled stands at the end (layouts stated inside: the model predicts no others).
-"""
+compiled stands at the end (layouts stated inside: the model predicts no others)."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Layouts run interleaved, twice over; the rank correlation of the two repetitions says how much noise
 there is. Where that is much, a rank can be had for the compiled evidence: predicted compute, the
 compiled program's own collectives. The last line says for how many models and meshes the best is
-among the three that are predicted best, and for how many one of them is within 5 % of it.
-"""
+among the three that are predicted best, and for how many one of them is within 5 % of it."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_an_all_to_all_on_a_ring_passes_through_those_between() -> None:
         assert slow <= collective_s("all_gather", 10**6, ring, n)
 
 
-@pytest.mark.runner
+@pytest.mark.bench
 def test_two_calibrations_agree_and_beat_the_preset(tmp_path: Path) -> None:
     """The predicted seconds of a fixed set of collectives and matmuls, twice; and their distance
     from the clock.

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autoshard.cost_model.hardware.collectives import collective_s
 from autoshard.cost_model.hardware.hardware import cpu
 
-pytestmark = pytest.mark.runner
+pytestmark = pytest.mark.bench
 # a busy machine, or another one; and the model gives a collective_permute one step, XLA:CPU a
 # rendezvous
 FAR = 30.0

@@ -155,7 +155,7 @@ def test_what_is_read_is_never_executed() -> None:
     """No loader of this package uses pickle, eval or a loader that makes arbitrary objects."""
     root = Path(__file__).parent.parent.parent
     files = [
-        p for folder in ("autoshard", "cost_model", "search") for p in (root / folder).glob("*.py")
+        p for folder in ("autoshard", "cost_model", "search") for p in (root / folder).rglob("*.py")
     ]
     assert len(files) > 50
     for file in files:

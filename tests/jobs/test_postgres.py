@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from autoshard import Effort, optimize
 from autoshard.errors import StudyError
 from autoshard.report.html import report_html
-from autoshard.search.study.status import standing_json, standing_of, standing_text
+from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import open_storage
 from autoshard.search.study.task_queue import Tasks
 from tests.jobs.crew import CROWDED_LEASE_S, ROOT, crew, evaluations, task_of, wait_for, works
@@ -121,7 +121,7 @@ def test_a_password_is_in_nothing_that_is_written(
     pages += [json.dumps(plan.records()), caplog.text, *capfd.readouterr()]
     with Tasks(server.url, "secret", create=False) as tasks:
         pages += [str(candidate.user_attrs) for candidate in tasks.trials()]
-        pages += [standing_text(standing_of(tasks)), json.dumps(standing_json(standing_of(tasks)))]
+        pages += [status_text(status_of(tasks)), json.dumps(status_json(status_of(tasks)))]
     assert "claimed: compile" in caplog.text
     assert not any(PASSWORD in page for page in pages)
 

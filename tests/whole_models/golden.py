@@ -4,8 +4,7 @@
 
 searches again with the jax that is installed and replaces the rows of its generation; the sentences
 and the rows of other generations stay. The table to read, tests/golden/whole_models.md, is written
-from it. Without --write it says what would change.
-"""
+from it. Without --write it says what would change."""
 
 from __future__ import annotations
 

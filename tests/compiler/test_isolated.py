@@ -105,7 +105,7 @@ def test_passes_that_abort_are_a_failure_and_those_that_fail_are_not(
     plans: dict[str, Plan],
 ) -> None:
     lowered, mesh = plans["fsdp"].built.lower(), plans["fsdp"].mesh
-    abort = "compile_worker.partition_module = lambda module, axes: os.abort()"
+    abort = "worker.partition_module = lambda module, axes: os.abort()"
     with Isolation(mesh, command=real_worker(abort)) as isolation:
         ended = isolation.partition(lowered)
         assert isinstance(ended, Failure)
@@ -113,7 +113,9 @@ def test_passes_that_abort_are_a_failure_and_those_that_fail_are_not(
         assert isinstance(
             isolation.compile(plans["fsdp"].built), CompiledEvidence
         )  # by the worker in its place
-    refuse = "compile_worker.partition_module = lambda module, axes: compile_worker.PartitionFailure('no such axis')"
+    refuse = (
+        "worker.partition_module = lambda module, axes: worker.PartitionFailure('no such axis')"
+    )
     with Isolation(mesh, command=real_worker(refuse)) as isolation:
         assert isolation.partition(lowered) == PartitionFailure("no such axis")
 
@@ -319,13 +321,13 @@ def test_a_search_goes_on_after_an_abort_of_the_partitioner(
 ) -> None:
     """The third program that is partitioned aborts the worker; it is rejected, the others go on."""
     patch = (
-        "seen, passes = [], compile_worker.partition_module\n"
+        "seen, passes = [], worker.partition_module\n"
         "def partition_module(module, axes):\n"
         "    seen.append(axes)\n"
         "    return os.abort() if len(seen) == 3 else passes(module, axes)\n"
         "if not os.path.exists(os.environ['ABORTED']):\n"
         "    open(os.environ['ABORTED'], 'w').close()\n"
-        "    compile_worker.partition_module = partition_module"
+        "    worker.partition_module = partition_module"
     )
     monkeypatch.setenv("ABORTED", str(tmp_path / "aborted"))
     monkeypatch.setattr(Isolation.__init__, "__kwdefaults__", {

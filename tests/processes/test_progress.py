@@ -16,7 +16,7 @@ from tests.models import mlp_args, mlp_step
 effort = autoshard.Effort(3, 2)
 autoshard.optimize(mlp_step, mlp_args(batch=64), "data=4,model=2", effort=effort, memory_budget_bytes=BUDGET)
 """
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "200", "TERM": "xterm"}

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.axes.axes import LogicalAxes, find_logical_axes
 from autoshard.axes.axis_classes import NO_AXIS
+from autoshard.axes.logical_axes import LogicalAxes, find_logical_axes
 from tests.models import decoder_args, decoder_step
 from tests.stages import Axes, array
 
@@ -163,13 +163,13 @@ def test_sizes_and_scanned_are_told() -> None:
 
 ELSEWHERE = """
 from tests.models import decoder_args, decoder_step
-from tests.test_roles import roles_of
+from tests.axes.test_logical_axes import roles_of
 print([r.name for r in roles_of(decoder_step, *decoder_args()).logical axes])
 """
 
 
 def test_names_are_the_same_in_every_process() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     env = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "11", "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)

@@ -22,7 +22,7 @@ from autoshard.report.source_constraints import as_constraints, statements_for
 from autoshard.report.source_expressions import Site, paste
 from examples import transformer
 from tests import models
-from tests.pasted import compiled_collectives, pasted_module
+from tests.report.pasted import compiled_collectives, pasted_module
 from tests.whole_models import mixture_of_experts
 from tests.whole_models.model import Array
 

@@ -32,7 +32,7 @@ from autoshard.table.spec_table import (
 from tests.models import decoder_args, decoder_step
 from tests.stages import mesh_of
 
-GOLDEN = Path(__file__).parent / "golden" / "tables"
+GOLDEN = Path(__file__).parents[1] / "golden" / "tables"
 SPECS = (
     "schema",
     "function",

@@ -33,7 +33,7 @@ def nothing():
 def failing():
     raise RuntimeError("no data here")
 """
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SEARCH = ("--mesh", "data=4,model=2", "--cpu-devices", "8", "--compiled", "3", "--measured", "0")
 
 

@@ -22,7 +22,7 @@ from autoshard.table.check import Finding, check, mesh_of
 from autoshard.table.diff import diff_text
 from autoshard.table.spec_table import SpecTable, spec_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MESH = "data=4,model=2"
 
 
@@ -263,13 +263,13 @@ def test_exit_codes_of_the_command(table: SpecTable, tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
         return done.stdout + done.stderr
 
-    assert "fits" in of("check", "x.json", "tests.test_check:factory", code=0)
-    assert "error: size: " in of("check", "x.json", "tests.test_check:wider", code=1)
+    assert "fits" in of("check", "x.json", "tests.table.test_check:factory", code=0)
+    assert "error: size: " in of("check", "x.json", "tests.table.test_check:wider", code=1)
     assert '"kind": "mesh"' in of(
-        "check", "x.json", "tests.test_check:factory", "--mesh", "x=2", "--json", code=1
+        "check", "x.json", "tests.table.test_check:factory", "--mesh", "x=2", "--json", code=1
     )
     assert "warning: program: " in of(
-        "check", "old.json", "tests.test_check:factory", "--strict", code=1
+        "check", "old.json", "tests.table.test_check:factory", "--strict", code=1
     )
-    assert "cut short" in of("check", "cut.json", "tests.test_check:factory", code=2)
+    assert "cut short" in of("check", "cut.json", "tests.table.test_check:factory", code=2)
     assert "verified" not in of("diff", "x.json", "old.json", code=0)

@@ -208,7 +208,7 @@ print(traced(decoder_step, *decoder_args()).program.fingerprint)
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     env = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "7", "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
