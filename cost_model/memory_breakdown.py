@@ -20,6 +20,7 @@ from autoshard.cost_model.memory.liveness import memory_table
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
+from autoshard.tracing.dataflow import computed_from
 from autoshard.tracing.program import Value
 
 
@@ -37,7 +38,8 @@ def purposes(problem: Problem) -> tuple[Purpose, ...]:
     """The purpose of each value, by `Value.index`."""
     program, axes, groups = problem.program, problem.logical_axes.classes, problem.groups
     of_input = dict(zip((v.index for v in program.body.inputs), groups.of_input, strict=True))
-    on_data = _reached(problem, {i for i, group in of_input.items() if group is Group.DATA})
+    data = [v for v in program.body.inputs if of_input[v.index] is Group.DATA]
+    on_data = computed_from(program, data)
     shapes = {
         tuple(sorted(zip(axes.of_value[v.index][cut:], v.shape[cut:], strict=True)))
         for v in program.body.inputs
@@ -65,20 +67,6 @@ def purposes(problem: Problem) -> tuple[Purpose, ...]:
         return Purpose.GRADIENTS if like else Purpose.ACTIVATIONS
 
     return tuple(map(purpose, program.values))
-
-
-def _reached(problem: Problem, start: set[int]) -> set[int]:
-    """Values that depend on any of these (forwards over the program, to a fixed point)."""
-    reached, size = set(start), -1
-    while size != len(reached):
-        size = len(reached)
-        for eqn in problem.program.eqns:
-            reached |= {
-                mapping.target.index for mapping in eqn.mappings if mapping.source.index in reached
-            }
-            if not eqn.bodies and any(v.index in reached for v in eqn.inputs):
-                reached |= {v.index for v in eqn.outputs}
-    return reached
 
 
 def breakdown(

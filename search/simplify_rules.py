@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.layout.axis_rule import AxisRule
-from autoshard.layout.constraints import ANCHORS, CUT_KERNELS
 from autoshard.layout.layout import Layout
 from autoshard.layout.placements import Placements
+from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS
 from autoshard.tracing.program import Value
 
 

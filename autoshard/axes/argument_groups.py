@@ -23,11 +23,9 @@ from dataclasses import dataclass
 
 from autoshard.axes.axis_classes import NO_AXIS, AxisClasses
 from autoshard.axes.sharding_rules import FactorKind
+from autoshard.tracing.dataflow import computed_from, forward, needed_for
+from autoshard.tracing.primitives import WEIGHTED
 from autoshard.tracing.program import Eqn, Value
-
-ANCHORS = frozenset(
-    {"dot_general", "conv_general_dilated", "gather", "ragged_dot", "ragged_dot_general"}
-)
 
 
 class Group(enum.Enum):
@@ -108,25 +106,14 @@ def _given(classes: AxisClasses) -> list[int]:
     def join(a: int, b: int) -> int:
         return b if a == NOTHING else a if b in (NOTHING, a) else MIXED
 
-    changed = True
-    while changed:
-        changed = False
-        for eqn in classes.program.eqns:
-            flows = [(mapping.source.index, mapping.target.index) for mapping in eqn.mappings]
-            if not eqn.bodies:
-                flows += [(v.index, out.index) for v in eqn.inputs for out in eqn.outputs]
-            for source, target in flows:
-                joined = join(of[target], of[source])
-                changed |= joined != of[target]
-                of[target] = joined
-    return of
+    return forward(classes.program, of, join)
 
 
 def _sides(eqn: Eqn) -> Iterator[tuple[int, int]]:
     """(position of an operand that may be a weight, position of the other one) of an anchor."""
     if eqn.primitive in ("gather", "conv_general_dilated"):
         yield (0, 1) if eqn.primitive == "gather" else (1, 0)
-    elif eqn.primitive in ANCHORS:
+    elif eqn.primitive in WEIGHTED:
         yield from ((0, 1), (1, 0))
 
 
@@ -143,7 +130,11 @@ def _contracted(
     """
     program = classes.program
     inputs, owners = program.body.inputs, program.input_argnums
-    active = [found == MIXED for found in given] if batch is None else _depending(classes, batch)
+    if batch is None:
+        active = [leaf == MIXED for leaf in given]
+    else:
+        batched = computed_from(program, [v for v in inputs if batch in classes.of_value[v.index]])
+        active = [value.index in batched for value in program.values]
     weights: set[int] = set()
     data: set[int] = set()
     for eqn in program.eqns:
@@ -168,24 +159,6 @@ def _contracted(
         if not eqn.bodies and any(v.index in weights for v in eqn.outputs):
             weights |= {v.index for v in eqn.inputs}
     return {leaf for leaf, value in enumerate(inputs) if value.index in weights} - data
-
-
-def _depending(classes: AxisClasses, batch: int) -> list[bool]:
-    """By value, True where it depends on an argument that has the batch axis."""
-    depends = [False] * len(classes.program.values)
-    for value in classes.program.body.inputs:
-        depends[value.index] = batch in classes.of_value[value.index]
-    changed = True
-    while changed:
-        changed = False
-        for eqn in classes.program.eqns:
-            targets = [mapping.target for mapping in eqn.mappings if depends[mapping.source.index]]
-            if not eqn.bodies and any(depends[v.index] for v in eqn.inputs):
-                targets += eqn.outputs
-            for target in targets:
-                changed |= not depends[target.index]
-                depends[target.index] = True
-    return depends
 
 
 def _beside(owners: Sequence[int | str], leaves: set[int]) -> set[int]:
@@ -219,7 +192,7 @@ def _batch_axis(classes: AxisClasses, carried: set[int], given: Sequence[int]) -
     anchors = 0
     for eqn, trip_count in classes.program.walk():
         rule, factors = classes.rules[eqn.index], classes.factors(eqn)
-        if eqn.primitive in ANCHORS:
+        if eqn.primitive in WEIGHTED:
             anchors += 1
             anchored.update({axis for axis, _ in factors})
         for weight, other in _sides(eqn):
@@ -240,20 +213,9 @@ def _batch_axis(classes: AxisClasses, carried: set[int], given: Sequence[int]) -
 
 
 def _reaches_anchor(classes: AxisClasses) -> set[int]:
-    """Values from which an anchor is reached (backwards over the program, to a fixed point)."""
-    reached: set[int] = set()
-    size = -1
-    while size != len(reached):
-        size = len(reached)
-        for eqn in reversed(classes.program.eqns):
-            reached |= {
-                mapping.source.index for mapping in eqn.mappings if mapping.target.index in reached
-            }
-            if eqn.primitive in ANCHORS or (
-                not eqn.bodies and any(v.index in reached for v in eqn.outputs)
-            ):
-                reached |= {v.index for v in eqn.inputs}
-    return reached
+    """Values from which an anchor is reached."""
+    read = [v for eqn in classes.program.eqns if eqn.primitive in WEIGHTED for v in eqn.inputs]
+    return needed_for(classes.program, read)
 
 
 def _optimizer_values(

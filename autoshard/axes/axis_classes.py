@@ -25,16 +25,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, reshape_rule, rule_of
+from autoshard.tracing.dataflow import computed_from
+from autoshard.tracing.primitives import COPIES
 from autoshard.tracing.program import Eqn, MappingKind, Program, Value
 
 NO_AXIS = -1
-COPIES = frozenset({"concatenate", "pad", "rev", "slice", "split"})
-"""They copy, and shift a dimension: a PERMUTATION loop of theirs is cut only as all its dimensions can
-be.
-
-Where one cannot be split, what they read is whole anyway; to copy that and cut the copy is free,
-and a halo is not.
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +69,13 @@ class AxisClasses:
         rule = self.rules[eqn.index]
         found: list[tuple[int, int]] = [(NO_AXIS, 1)] * len(rule.kinds)
         common = [0] * len(rule.kinds)
-        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, factors in zip(values, maps, strict=True):
-                for axis, size, factor in zip(
-                    self.of_value[value.index], value.shape, factors, strict=True
-                ):
-                    if axis != NO_AXIS or found[factor][0] == NO_AXIS:
-                        found[factor] = (axis, size)
-                    common[factor] = math.gcd(common[factor], size)
+        for value, factors in rule.places(eqn):
+            for axis, size, factor in zip(
+                self.of_value[value.index], value.shape, factors, strict=True
+            ):
+                if axis != NO_AXIS or found[factor][0] == NO_AXIS:
+                    found[factor] = (axis, size)
+                common[factor] = math.gcd(common[factor], size)
         for factor, pieces in rule.pieces:
             found[factor] = (found[factor][0], pieces)
         if eqn.primitive in COPIES:
@@ -107,7 +101,8 @@ def axis_classes(
     Returns:
         The axes; every dimension of size > 1 of a value that depends on an argument has one.
     """
-    constant = _constant(program)
+    from_arguments = computed_from(program, program.body.inputs)
+    constant = [value.index not in from_arguments for value in program.values]
     rules = [rule_for(eqn) for eqn in program.eqns]
     first_node = np.concatenate([[0], np.cumsum([len(v.shape) for v in program.values])])
     sizes = np.array([size for v in program.values for size in v.shape], dtype=np.int64)
@@ -119,11 +114,10 @@ def axis_classes(
 
     def join_factors(eqn: Eqn, rule: ShardingRule) -> None:
         places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
-        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, factors in zip(values, maps, strict=True):
-                if not constant[value.index]:
-                    for dim, factor in enumerate(factors):
-                        places[factor].append((value, dim))
+        for value, factors in rule.places(eqn):
+            if not constant[value.index]:
+                for dim, factor in enumerate(factors):
+                    places[factor].append((value, dim))
         for kind, members in zip(rule.kinds, places, strict=True):
             if kind in (FactorKind.PASS_THROUGH, FactorKind.REDUCTION):
                 for (a, i), (b, j) in pairwise(members):
@@ -243,31 +237,9 @@ def _lend(
                 lend(mapping.outer, ((NO_AXIS,) * mapping.offset) + of_value[mapping.inner.index])
         rule = rules[eqn.index]
         axis_of: dict[int, int] = {}
-        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, factors in zip(values, maps, strict=True):
-                for axis, factor in zip(of_value[value.index], factors, strict=True):
-                    if axis != NO_AXIS and rule.kinds[factor] is not FactorKind.NEED_REPLICATION:
-                        axis_of[factor] = axis
+        for value, factors in rule.places(eqn):
+            for axis, factor in zip(of_value[value.index], factors, strict=True):
+                if axis != NO_AXIS and rule.kinds[factor] is not FactorKind.NEED_REPLICATION:
+                    axis_of[factor] = axis
         for value, factors in zip(eqn.inputs, rule.operands, strict=True):
             lend(value, [axis_of.get(factor, NO_AXIS) for factor in factors])
-
-
-def _constant(program: Program) -> list[bool]:
-    """By value, True where it depends on no argument (constvars and literals included)."""
-    constant = [True] * len(program.values)
-    for value in program.body.inputs:
-        constant[value.index] = False
-    changed = True
-    while changed:  # twice for most programs: once more than the deepest chain of loop carries
-        changed = False
-        for eqn in program.eqns:
-            targets = [
-                mapping.target for mapping in eqn.mappings if not constant[mapping.source.index]
-            ]
-            if not eqn.bodies and not all(constant[v.index] for v in eqn.inputs):
-                targets += eqn.outputs
-            for target in targets:
-                if constant[target.index]:
-                    constant[target.index] = False
-                    changed = True
-    return constant

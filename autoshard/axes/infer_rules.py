@@ -34,10 +34,8 @@ from autoshard.axes.sharding_rules import FactorKind, ShardingRule, known_primit
 from autoshard.axes.sharding_rules.builder import RuleBuilder, whole_rule
 from autoshard.jax_internals import executables, jaxprs
 from autoshard.shardy.op_rules import LoweredOps, lowered_ops
+from autoshard.tracing.primitives import OPENED
 from autoshard.tracing.program import Eqn
-
-OPENED = frozenset({"ffi_call", "custom_partitioning"})
-"""Primitives that the registry calls opaque, but that may be looked into."""
 
 MAKERS = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.iota"})
 """Operations that make new dimensions of which every device can make its own part."""

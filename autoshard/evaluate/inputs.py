@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 from autoshard.compiler.transfer import move, put_host, put_keys, same_devices, whole
+from autoshard.tracing.primitives import INDEXING
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import Call
 
-INDEXING = frozenset({"gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice"})
 DEFAULT_BOUND = 100
 
 

@@ -16,49 +16,23 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autoshard.axes.axis_classes import COPIES
 from autoshard.axes.kernels import params_of_piece
 from autoshard.axes.logical_axes import LogicalAxes
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, attention
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import to_partition_spec
+from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints, Pieces
 from autoshard.tracing.source_lines import source_line
 
-ANCHORS = frozenset(
-    {
-        "dot_general",
-        "ragged_dot",
-        "ragged_dot_general",
-        "conv_general_dilated",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "scatter-mul",
-        "scatter-min",
-        "scatter-max",
-        *attention.RULES,
-    }
-)
-CUT_KERNELS = frozenset({"pallas_call", "ffi_call"})
-"""Kernels that go into a `shard_map` where their work is split; the partitioner would run them
-whole."""
-
-SHIFTS = COPIES | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
-"""Anchors where the layout splits a PERMUTATION loop of theirs, or that dimension of an operand or
-result.
-
-Otherwise the partitioner would carry the split on to the other side, which is another axis class,
-and on to the next anchor.
-"""
 _FREE_WHOLE = ANCHORS - {"conv_general_dilated"}
 """Anchors whose NEED_REPLICATION loops are left to the partitioner, which looks up rows of a split table
 without gathering it.
 
 A convolution states them: where the space of a kernel gradient stays split, XLA's partitioner adds
-    up all devices,
-copies included (jax 0.10.2 and 0.12.0.1, split over 4 of 4x2 devices: exactly twice the gradient).
+up all devices, copies included (jax 0.10.2 and 0.12.0.1, split over 4 of 4x2 devices: exactly twice
+the gradient).
 """
 
 
@@ -162,8 +136,7 @@ def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
         return True
     return any(
         layout.fit(value).spec[dim]
-        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results))
-        for value, factors in zip(values, maps, strict=True)
+        for value, factors in rule.places(eqn)
         for dim, factor in enumerate(factors)
         if factor in shifted
     )

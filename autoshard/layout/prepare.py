@@ -17,7 +17,6 @@ from autoshard.axes.axis_classes import AxisClasses, axis_classes
 from autoshard.axes.infer_rules import RuleFinder
 from autoshard.axes.logical_axes import find_logical_axes
 from autoshard.axes.sharding_rules import FactorKind
-from autoshard.axes.sharding_rules.special import KERNELS
 from autoshard.errors import ArgumentError, PathError
 from autoshard.layout.constraints import unstated_logical_axes
 from autoshard.layout.mesh import MeshInfo, resolve_mesh
@@ -26,6 +25,7 @@ from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import logical_axis_names, specs_from_names
 from autoshard.tracing.functionalize import InPlace, functional
+from autoshard.tracing.primitives import KERNELS
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.tracing.source_lines import source_line

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from autoshard.axes.axis_classes import AxisClasses
-from autoshard.layout.constraints import ANCHORS
 from autoshard.report.source_expressions import (
     Expression,
     Site,
@@ -26,6 +25,7 @@ from autoshard.report.source_expressions import (
     operand_expression,
     sites_of,
 )
+from autoshard.tracing.primitives import ANCHORS
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints
 from autoshard.tracing.source_lines import name_stack_of, source_line

@@ -15,8 +15,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard.jax_internals import constraint_eqns, jaxprs
+from autoshard.tracing.primitives import HOST_EFFECTS
 from autoshard.tracing.program import Body, Program
-from autoshard.tracing.trace import HOST_EFFECTS
 
 
 @dataclass(frozen=True, slots=True)

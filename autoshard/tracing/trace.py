@@ -20,19 +20,10 @@ import jax
 from autoshard.errors import TraceError
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.fingerprint import fingerprint
+from autoshard.tracing.primitives import HOST_EFFECTS, INLINED, ONE_TO_ONE
 from autoshard.tracing.program import Body, BodyMapping, Eqn, MappingKind, Program, Value
 from autoshard.tracing.signature import Call, is_static, leaf_paths
 from autoshard.tracing.source_lines import source_line
-
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
-ONE_TO_ONE = INLINED | {
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
-HOST_EFFECTS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from autoshard.axes.axis_classes import AxisClasses
 from autoshard.axes.sharding_rules import FactorKind
 from autoshard.cost_model.memory.liveness import END, MemoryTable
 from autoshard.cost_model.program.equation_classes import Classes
-from autoshard.layout.constraints import ANCHORS, CUT_KERNELS
+from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS
 from autoshard.tracing.program import Body
 
 

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
 from autoshard.cost_model.program.fusion_schedule import Buffer, Schedule, schedules
+from autoshard.tracing.primitives import LOOPS
 from autoshard.tracing.program import Body, Eqn, MappingKind, Program, Value
 
 END = 1 << 60
-LOOPS = frozenset({"scan", "while"})
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import FactorKind
-from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS, closed_dims, leaves_open
+from autoshard.layout.constraints import closed_dims, leaves_open
 from autoshard.layout.placements import OPEN, Placements
 from autoshard.layout.problem import Problem
+from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Eqn, Value
 
 Array = NDArray[np.int64]

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import FactorKind
 from autoshard.cost_model.program.applied_constraints import Readers
-from autoshard.cost_model.program.flops import FUSED, flops
-from autoshard.cost_model.program.fusion_schedule import UPDATES, Schedule
+from autoshard.cost_model.program.flops import flops
+from autoshard.cost_model.program.fusion_schedule import Schedule
 from autoshard.cost_model.program.halo import exchanges
 from autoshard.layout.problem import Problem
+from autoshard.tracing.primitives import BITCASTS, FUSED, LOOKUPS, UPDATES
 from autoshard.tracing.program import Body, Eqn, Value
-
-BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
-LOOKUPS = frozenset({"gather", "dynamic_slice", "slice"})
 
 
 @dataclass(frozen=True, slots=True)

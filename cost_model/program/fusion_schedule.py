@@ -9,32 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.cost_model.hardware.backend import Backend
-from autoshard.cost_model.program.flops import EXPENSIVE, FUSED, REDUCTIONS
+from autoshard.tracing.primitives import (
+    BRANCHING,
+    EXPENSIVE,
+    FUSED,
+    MOVING,
+    REDUCTIONS,
+    SCALES,
+    UPDATES,
+)
 from autoshard.tracing.program import Body, Eqn, MappingKind, Value
 
 Buffer = tuple[Value, tuple[int, ...]]
 """A value in memory, and in which order its dimensions lie there, major first: () for the order of
 its shape, (~i,) for operand i of a product, broadcast to the product's shape."""
 
-MOVING = frozenset(
-    {
-        "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "pad", "reshape", "rev", "slice", "split",
-        "transpose",
-    }
-)  # fmt: skip
-"""They read at other indices than that of their result."""
 
-BRANCHING = frozenset({"concatenate", "pad"})
 MOST_INDICES = 15
-
-SCALES = frozenset({"mul", "neg", "square", "integer_pow"})
-"""What a library's reduction computes itself, of operands in memory: sums of products and squares
-(and what XLA draws out of a sum: a sign)."""
-
-UPDATES = frozenset(
-    {"dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"}
-)
-"""They change their first operand in place where nobody needs it any more."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

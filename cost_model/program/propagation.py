@@ -21,9 +21,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.axes.sharding_rules import FactorKind
-from autoshard.layout.constraints import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.layout.placements import Placements
 from autoshard.layout.problem import Problem
+from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Eqn, MappingKind, Value
 
 STATED = ANCHORS | CUT_KERNELS | SHIFTS
@@ -120,11 +120,10 @@ class _Regions:
         """
         rule = self._problem.logical_axes.classes.rules[eqn.index]
         places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
-        for values, maps in ((eqn.inputs, rule.operands), (eqn.outputs, rule.results)):
-            for value, factors in zip(values, maps, strict=True):
-                for dim, factor in enumerate(factors):
-                    if value.shape[dim] > 1:
-                        places[factor].append((value, dim))
+        for value, factors in rule.places(eqn):
+            for dim, factor in enumerate(factors):
+                if value.shape[dim] > 1:
+                    places[factor].append((value, dim))
         for factor, kind in enumerate(rule.kinds):
             if kind in _CARRIES_ON or (eqn.primitive in STATED and kind is FactorKind.REDUCTION):
                 yield factor, places[factor]

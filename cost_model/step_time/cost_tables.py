@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.axes.axis_classes import COPIES
 from autoshard.axes.sharding_rules import PICK, FactorKind
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.hardware import Hardware
@@ -25,9 +24,9 @@ from autoshard.cost_model.step_time.halo_tables import Shifts, Turned
 from autoshard.cost_model.step_time.operand_tables import Ragged, Reads
 from autoshard.cost_model.step_time.reshard import Array, Links, Moves, Specs
 from autoshard.cost_model.step_time.row_index import Group, Held
-from autoshard.layout.constraints import ANCHORS
 from autoshard.layout.placements import OPEN, Placements
 from autoshard.layout.problem import Problem
+from autoshard.tracing.primitives import ANCHORS, COPIES
 
 Placed = NDArray[np.int8]
 

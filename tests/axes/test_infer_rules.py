@@ -88,7 +88,7 @@ def rule(
 
 
 def linked(found: ShardingRule) -> dict[str, str]:
-    """Loops that are not NEED_REPLICATION, `operand.dim ...>result.dim ...`: {"0.0 1.0>0.0": "pass"}."""
+    """Loops that are not NEED_REPLICATION, `operand.dim ...>result.dim ...`: {"0.0 1.0>0.0": "pass_through"}."""
 
     def places(loop: int, maps: Sequence[Sequence[int]]) -> str:
         return " ".join(
@@ -134,17 +134,29 @@ GRAM = primitive("test_gram", shaped(8, 8), as_jax=lambda x: x @ x.T)
 @pytest.mark.parametrize(
     ("fn", "shapes", "expected"),
     [
-        (ELEMENTWISE, [(8, 16), (8, 16)], {"0.0 1.0>0.0": "pass", "0.1 1.1>0.1": "pass"}),
-        (MATMUL, [(8, 16), (16, 4)], {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"}),
-        (SOFTMAX, [(8, 16)], {"0.0>0.0": "pass", "0.1>0.1": "pass"}),
-        (WHERE, [(8, 16), (8, 16)], {"0.0 1.0>0.0": "pass", "0.1 1.1>0.1": "pass"}),
-        (ROWS, [(8, 16)], {"0.0>0.0": "pass", "0.1>": "reduced"}),
-        (FLAT, [(8, 16)], {"0.0>0.0": "pass"}),
-        (SORTED, [(8, 16)], {"0.0>0.0": "pass"}),
-        (CUMULATED, [(8, 16)], {"0.0>0.0": "permuted", "0.1>0.1": "pass"}),
-        (TABLE, [(8, 16)], {"0.0>0.0": "pass", "0.1>0.1": "pass"}),
-        (GRAM, [(8, 16)], {"0.0>0.0": "pass", "0.1>": "reduced"}),
-        (lambda x: ELEMENTWISE(x, 2.0), [(8, 16)], {"0.0>0.0": "pass", "0.1>0.1": "pass"}),
+        (
+            ELEMENTWISE,
+            [(8, 16), (8, 16)],
+            {"0.0 1.0>0.0": "pass_through", "0.1 1.1>0.1": "pass_through"},
+        ),
+        (
+            MATMUL,
+            [(8, 16), (16, 4)],
+            {"0.0>0.0": "pass_through", "0.1 1.0>": "reduction", "1.1>0.1": "pass_through"},
+        ),
+        (SOFTMAX, [(8, 16)], {"0.0>0.0": "pass_through", "0.1>0.1": "pass_through"}),
+        (WHERE, [(8, 16), (8, 16)], {"0.0 1.0>0.0": "pass_through", "0.1 1.1>0.1": "pass_through"}),
+        (ROWS, [(8, 16)], {"0.0>0.0": "pass_through", "0.1>": "reduction"}),
+        (FLAT, [(8, 16)], {"0.0>0.0": "pass_through"}),
+        (SORTED, [(8, 16)], {"0.0>0.0": "pass_through"}),
+        (CUMULATED, [(8, 16)], {"0.0>0.0": "permutation", "0.1>0.1": "pass_through"}),
+        (TABLE, [(8, 16)], {"0.0>0.0": "pass_through", "0.1>0.1": "pass_through"}),
+        (GRAM, [(8, 16)], {"0.0>0.0": "pass_through", "0.1>": "reduction"}),
+        (
+            lambda x: ELEMENTWISE(x, 2.0),
+            [(8, 16)],
+            {"0.0>0.0": "pass_through", "0.1>0.1": "pass_through"},
+        ),
     ],
 )
 def test_stated_by_the_compiler(
@@ -169,7 +181,7 @@ def test_a_stated_rule_is_not_run_and_large_shapes_cost_nothing(
 ) -> None:
     no_run(monkeypatch)
     assert linked(rule(MATMUL, (2**14, 2**15), (2**15, 2**16))[0]) == {
-        "0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"
+        "0.0>0.0": "pass_through", "0.1 1.0>": "reduction", "1.1>0.1": "pass_through"
     }  # fmt: skip
 
 
@@ -191,23 +203,31 @@ D_ODD = primitive("test_run_odd", like, as_jax=hidden(lambda x: x + 1))
 @pytest.mark.parametrize(
     ("fn", "shapes", "expected"),
     [
-        (D_ELEMENTWISE, [(8, 16), (8, 16)], {"0.0 1.0>0.0": "pass", "0.1 1.1>0.1": "pass"}),
-        (D_ELEMENTWISE, [(2**14, 2**15)] * 2, {"0.0 1.0>0.0": "pass", "0.1 1.1>0.1": "pass"}),
+        (
+            D_ELEMENTWISE,
+            [(8, 16), (8, 16)],
+            {"0.0 1.0>0.0": "pass_through", "0.1 1.1>0.1": "pass_through"},
+        ),
+        (
+            D_ELEMENTWISE,
+            [(2**14, 2**15)] * 2,
+            {"0.0 1.0>0.0": "pass_through", "0.1 1.1>0.1": "pass_through"},
+        ),
         (
             D_MATMUL,
             [(8, 16), (16, 4)],
-            {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"},
+            {"0.0>0.0": "pass_through", "0.1 1.0>": "reduction", "1.1>0.1": "pass_through"},
         ),
         (
             D_MATMUL,
             [(16, 16), (16, 16)],
-            {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"},
+            {"0.0>0.0": "pass_through", "0.1 1.0>": "reduction", "1.1>0.1": "pass_through"},
         ),
-        (D_SORTED, [(8, 16)], {"0.0>0.0": "pass"}),
-        (D_TOTAL, [(8, 16)], {"0.0>": "reduced", "0.1>": "reduced"}),
+        (D_SORTED, [(8, 16)], {"0.0>0.0": "pass_through"}),
+        (D_TOTAL, [(8, 16)], {"0.0>": "reduction", "0.1>": "reduction"}),
         (D_ZEROS, [(8, 16)], {}),
-        (D_BIAS, [(8, 16), (16,)], {"0.0>0.0": "pass", "0.1 1.0>0.1": "pass"}),
-        (D_ODD, [(7, 1, 9)], {"0.0>0.0": "pass", "0.2>0.2": "pass"}),
+        (D_BIAS, [(8, 16), (16,)], {"0.0>0.0": "pass_through", "0.1 1.0>0.1": "pass_through"}),
+        (D_ODD, [(7, 1, 9)], {"0.0>0.0": "pass_through", "0.2>0.2": "pass_through"}),
     ],
 )
 def test_discovered_by_running(
@@ -221,7 +241,11 @@ def test_discovered_by_running(
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int32, np.complex64, np.float16])
 def test_dtypes(dtype: Any) -> None:
     found, _ = rule(D_MATMUL, (8, 16), (16, 4), dtype=dtype)
-    assert linked(found) == {"0.0>0.0": "pass", "0.1 1.0>": "reduced", "1.1>0.1": "pass"}
+    assert linked(found) == {
+        "0.0>0.0": "pass_through",
+        "0.1 1.0>": "reduction",
+        "1.1>0.1": "pass_through",
+    }
 
 
 def test_a_product_of_sizes_keeps_its_proportions() -> None:
@@ -232,7 +256,7 @@ def test_a_product_of_sizes_keeps_its_proportions() -> None:
         lambda x, w: jax.core.ShapedArray((x.shape[0] // w.shape[0], w.shape[0]), x.dtype),
         as_jax=hidden(lambda x, w: x.reshape(-1, w.shape[0]) * w),
     )
-    assert linked(rule(split, (2048,), (512,))[0]) == {"0.0>0.0": "pass"}
+    assert linked(rule(split, (2048,), (512,))[0]) == {"0.0>0.0": "pass_through"}
 
 
 def test_what_a_branch_captures_is_not_overlooked() -> None:
@@ -244,7 +268,7 @@ def test_what_a_branch_captures_is_not_overlooked() -> None:
     )
     found, note = rule(branch, (8, 16))
     assert note.endswith("as running it on small arrays shows")
-    assert linked(found) == {"0.0>0.0": "pass"}
+    assert linked(found) == {"0.0>0.0": "pass_through"}
 
 
 # Not run ------------------------------------------------------------------------------------------
@@ -329,7 +353,10 @@ def test_custom_partitioning_follows_its_function() -> None:
         return x * 2
 
     doubled.def_partition(partition=lambda *_: None, sharding_rule="i j -> i j")
-    assert linked(rule(doubled, (8, 16))[0]) == {"0.0>0.0": "pass", "0.1>0.1": "pass"}
+    assert linked(rule(doubled, (8, 16))[0]) == {
+        "0.0>0.0": "pass_through",
+        "0.1>0.1": "pass_through",
+    }
 
 
 # Foreign functions --------------------------------------------------------------------------------
@@ -364,7 +391,7 @@ def test_a_foreign_function_that_runs() -> None:
     )
     found, note = rule(jax.ffi.ffi_call("lapack_sgetrf_ffi", shapes), (6, 4, 4))
     assert note.endswith("as running it on small arrays shows")
-    assert linked(found) == {"0.0>0.0 1.0 2.0": "pass"}
+    assert linked(found) == {"0.0>0.0 1.0 2.0": "pass_through"}
 
 
 # Cached, and in the program -----------------------------------------------------------------------
@@ -424,4 +451,4 @@ def test_a_search_with_a_users_own_primitive(mesh_4x2: Mesh) -> None:
 def test_inside_an_explicit_mesh() -> None:
     program = program_of(D_SORTED, np.ones((8, 16), np.float32))
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))):
-        assert linked(RuleFinder().rule_for(program.eqns[0])) == {"0.0>0.0": "pass"}
+        assert linked(RuleFinder().rule_for(program.eqns[0])) == {"0.0>0.0": "pass_through"}

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.axes.sharding_rules import known_primitives, rule_of
-from autoshard.cost_model.program.flops import EXPENSIVE, FUSED, REDUCTIONS, flops
+from autoshard.cost_model.program.flops import flops
+from autoshard.tracing.primitives import EXPENSIVE, FUSED, REDUCTIONS
 from tests.stages import array, traced
 
 

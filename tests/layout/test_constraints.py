@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard.jax_internals.jaxprs import check
-from autoshard.layout.constraints import ANCHORS, constraints_for, placed
+from autoshard.layout.constraints import constraints_for, placed
 from autoshard.layout.prepare import Prepared
+from autoshard.tracing.primitives import ANCHORS
 from autoshard.tracing.rewrite import (
     Constraints,
     EqnConstraints,

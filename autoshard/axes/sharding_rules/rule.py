@@ -10,7 +10,10 @@ not true.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from autoshard.tracing.program import Eqn, Value
 
 
 class FactorKind(enum.StrEnum):
@@ -62,3 +65,8 @@ class ShardingRule:
     results: tuple[tuple[int, ...], ...]
     combine: str = "add"
     pieces: tuple[tuple[int, int], ...] = ()
+
+    def places(self, eqn: Eqn) -> Iterator[tuple[Value, tuple[int, ...]]]:
+        """Each operand, then each result of an equation, with the factor of each dimension."""
+        yield from zip(eqn.inputs, self.operands, strict=True)
+        yield from zip(eqn.outputs, self.results, strict=True)

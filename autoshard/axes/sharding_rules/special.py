@@ -70,7 +70,3 @@ OPAQUE: Mapping[str, str] = MappingProxyType(
     )
 )
 """Primitives that link nothing on purpose, each with the reason."""
-
-KERNELS: frozenset[str] = frozenset(_KERNEL.split())
-"""Of these, the ones that the partitioner runs whole on every device unless a shard_map is around
-them."""

@@ -1,0 +1,229 @@
+"""What is known of primitives by name: one table, primitive -> traits.
+
+What a primitive does to *dimensions* is said by its sharding rule (`axes.sharding_rules`), not here.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Trait(enum.Flag):
+    """What may be true of a primitive."""
+
+    ANCHOR = enum.auto()
+    """The layout is stated here: at its operands and results, before and after the work."""
+    WEIGHTED = enum.auto()
+    """What it takes as it was given is a parameter."""
+    KERNEL = enum.auto()
+    """The partitioner runs it whole on every device unless a shard_map is around it."""
+    CUT_KERNEL = enum.auto()
+    """A kernel that is put into a shard_map where its work is split."""
+    OPENED = enum.auto()
+    """The registry of sharding rules calls it opaque, but it may be looked into by running it."""
+    COPIES = enum.auto()
+    """It copies, and shifts a dimension: a permutation factor of it is cut only as all its
+    dimensions can be. Where one cannot be split, what it reads is whole anyway; to copy that and
+    cut the copy is free, and a halo is not."""
+    SHIFTS = enum.auto()
+    """An anchor where the layout splits a permutation factor of it. Otherwise the partitioner would
+    carry the split on to the other side, which is another axis class, and on to the next anchor."""
+    INDEXES = enum.auto()
+    """Integers that are operands of it are indices."""
+    INLINED = enum.auto()
+    """A plain call, inlined when tracing."""
+    ONE_TO_ONE = enum.auto()
+    """Its operands and results are those of its one body, in order."""
+    HOST_EFFECT = enum.auto()
+    """It does something on the host."""
+    LOOP = enum.auto()
+    """Its body runs again and again, with carries in place."""
+    FUSES = enum.auto()
+    """XLA fuses it into its consumers: a result that only such primitives read is never stored."""
+    EXPENSIVE = enum.auto()
+    """XLA does not compute it twice: with two readers the result is stored
+    (InstructionFusion::IsExpensive)."""
+    REDUCES = enum.auto()
+    """It fuses what it reads; its own result is stored."""
+    SCALES = enum.auto()
+    """What a library's reduction computes itself, of operands in memory: sums of products and
+    squares (and what XLA draws out of a sum: a sign)."""
+    BITCAST = enum.auto()
+    """It moves nothing."""
+    LOOKUP = enum.auto()
+    """It reads of its operand only what it returns."""
+    MOVES = enum.auto()
+    """It reads at other indices than that of its result."""
+    BRANCHES = enum.auto()
+    """Which operand it reads depends on the index."""
+    UPDATES = enum.auto()
+    """It changes its first operand in place where nobody needs it any more."""
+
+
+T = Trait
+_CALL = T.INLINED | T.ONE_TO_ONE
+_COPY = T.COPIES | T.SHIFTS | T.MOVES
+_EXPENSIVE = T.FUSES | T.EXPENSIVE
+_CUT_KERNEL = T.KERNEL | T.CUT_KERNEL
+
+TRAITS: dict[str, Trait] = {
+    # contractions, look-ups, updates
+    "conv_general_dilated": T.ANCHOR | T.WEIGHTED,
+    "dot_general": T.ANCHOR | T.WEIGHTED,
+    "dot_product_attention_bwd_wrapper": T.ANCHOR,
+    "dot_product_attention_fwd_wrapper": T.ANCHOR,
+    "dynamic_slice": T.INDEXES | T.LOOKUP | T.MOVES,
+    "dynamic_update_slice": T.INDEXES | T.UPDATES,
+    "gather": T.ANCHOR | T.WEIGHTED | T.INDEXES | T.LOOKUP | T.MOVES,
+    "ragged_dot_general": T.ANCHOR | T.WEIGHTED,
+    "scatter": T.ANCHOR | T.INDEXES | T.UPDATES,
+    "scatter-add": T.ANCHOR | T.INDEXES | T.UPDATES,
+    "scatter-max": T.ANCHOR | T.UPDATES,
+    "scatter-min": T.ANCHOR | T.UPDATES,
+    "scatter-mul": T.ANCHOR | T.UPDATES,
+    # copies and changes of shape
+    "broadcast_in_dim": T.FUSES | T.MOVES,
+    "concatenate": _COPY | T.BRANCHES,
+    "expand_dims": T.FUSES | T.BITCAST,
+    "pad": _COPY | T.FUSES | T.BRANCHES,
+    "reshape": T.FUSES | T.BITCAST | T.MOVES,
+    "rev": _COPY | T.FUSES,
+    "slice": _COPY | T.FUSES | T.LOOKUP,
+    "split": _COPY,
+    "squeeze": T.FUSES | T.BITCAST,
+    "stop_gradient": T.FUSES | T.BITCAST,
+    "transpose": T.FUSES | T.MOVES,
+    # reductions
+    "argmax": T.REDUCES,
+    "argmin": T.REDUCES,
+    "reduce_and": T.REDUCES,
+    "reduce_max": T.REDUCES,
+    "reduce_min": T.REDUCES,
+    "reduce_prod": T.REDUCES,
+    "reduce_sum": T.REDUCES,
+    "reduce_window": T.SHIFTS,
+    "reduce_window_max": T.SHIFTS,
+    "reduce_window_min": T.SHIFTS,
+    "reduce_window_sum": T.SHIFTS,
+    # element by element, cheap
+    "abs": T.FUSES,
+    "add": T.FUSES,
+    "add_any": T.FUSES,
+    "and": T.FUSES,
+    "ceil": T.FUSES,
+    "clamp": T.FUSES,
+    "convert_element_type": T.FUSES,
+    "copy": T.FUSES,
+    "copy_p": T.FUSES,
+    "eq": T.FUSES,
+    "floor": T.FUSES,
+    "ge": T.FUSES,
+    "gt": T.FUSES,
+    "imag": T.FUSES,
+    "integer_pow": T.FUSES | T.SCALES,
+    "iota": T.FUSES,
+    "is_finite": T.FUSES,
+    "le": T.FUSES,
+    "lt": T.FUSES,
+    "max": T.FUSES,
+    "min": T.FUSES,
+    "mul": T.FUSES | T.SCALES,
+    "ne": T.FUSES,
+    "neg": T.FUSES | T.SCALES,
+    "not": T.FUSES,
+    "or": T.FUSES,
+    "real": T.FUSES,
+    "reduce_precision": T.FUSES,
+    "round": T.FUSES,
+    "select_n": T.FUSES,
+    "shift_left": T.FUSES,
+    "shift_right_arithmetic": T.FUSES,
+    "shift_right_logical": T.FUSES,
+    "sign": T.FUSES,
+    "square": T.FUSES | T.SCALES,
+    "sub": T.FUSES,
+    "xor": T.FUSES,
+    # element by element, dear
+    "atan2": T.EXPENSIVE,
+    "cbrt": _EXPENSIVE,
+    "cos": _EXPENSIVE,
+    "div": _EXPENSIVE,
+    "erf": _EXPENSIVE,
+    "erf_inv": _EXPENSIVE,
+    "exp": _EXPENSIVE,
+    "exp2": _EXPENSIVE,
+    "expm1": _EXPENSIVE,
+    "log": _EXPENSIVE,
+    "log1p": _EXPENSIVE,
+    "logistic": _EXPENSIVE,
+    "pow": _EXPENSIVE,
+    "rem": _EXPENSIVE,
+    "rsqrt": _EXPENSIVE,
+    "sin": _EXPENSIVE,
+    "sqrt": _EXPENSIVE,
+    "tan": _EXPENSIVE,
+    "tanh": _EXPENSIVE,
+    # calls and loops
+    "checkpoint": T.ONE_TO_ONE,
+    "closed_call": _CALL,
+    "core_call": _CALL,
+    "custom_jvp_call": T.ONE_TO_ONE,
+    "custom_vjp_call": T.ONE_TO_ONE,
+    "custom_vjp_call_jaxpr": T.ONE_TO_ONE,
+    "eval_jaxpr": _CALL,
+    "jit": _CALL,
+    "pjit": _CALL,
+    "remat2": T.ONE_TO_ONE,
+    "scan": T.LOOP,
+    "while": T.LOOP,
+    # kernels and foreign code
+    "call_exported": T.KERNEL,
+    "cudnn_fusion": T.KERNEL,
+    "custom_call": T.KERNEL,
+    "custom_partitioning": T.OPENED,
+    "dot_product_attention_bwd": T.KERNEL,
+    "dot_product_attention_fp8_bwd": T.KERNEL,
+    "dot_product_attention_fp8_bwd_wrapper": T.KERNEL,
+    "dot_product_attention_fp8_fwd": T.KERNEL,
+    "dot_product_attention_fp8_fwd_wrapper": T.KERNEL,
+    "dot_product_attention_fwd": T.KERNEL,
+    "ffi_call": _CUT_KERNEL | T.OPENED,
+    "pallas_call": _CUT_KERNEL,
+    # the host
+    "debug_callback": T.HOST_EFFECT,
+    "debug_print": T.HOST_EFFECT,
+    "io_callback": T.HOST_EFFECT,
+}
+"""Every primitive of which something is known; the others have no trait."""
+
+
+def with_trait(trait: Trait) -> frozenset[str]:
+    """The primitives that have a trait.
+
+    >>> sorted(with_trait(Trait.LOOP))
+    ['scan', 'while']
+    """
+    return frozenset(name for name, traits in TRAITS.items() if trait in traits)
+
+
+ANCHORS = with_trait(Trait.ANCHOR)
+BITCASTS = with_trait(Trait.BITCAST)
+BRANCHING = with_trait(Trait.BRANCHES)
+COPIES = with_trait(Trait.COPIES)
+CUT_KERNELS = with_trait(Trait.CUT_KERNEL)
+EXPENSIVE = with_trait(Trait.EXPENSIVE)
+FUSED = with_trait(Trait.FUSES)
+HOST_EFFECTS = with_trait(Trait.HOST_EFFECT)
+INDEXING = with_trait(Trait.INDEXES)
+INLINED = with_trait(Trait.INLINED)
+KERNELS = with_trait(Trait.KERNEL)
+LOOKUPS = with_trait(Trait.LOOKUP)
+LOOPS = with_trait(Trait.LOOP)
+MOVING = with_trait(Trait.MOVES)
+ONE_TO_ONE = with_trait(Trait.ONE_TO_ONE)
+OPENED = with_trait(Trait.OPENED)
+REDUCTIONS = with_trait(Trait.REDUCES)
+SCALES = with_trait(Trait.SCALES)
+SHIFTS = with_trait(Trait.SHIFTS)
+UPDATES = with_trait(Trait.UPDATES)
+WEIGHTED = with_trait(Trait.WEIGHTED)
