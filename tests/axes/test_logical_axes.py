@@ -163,8 +163,8 @@ def test_sizes_and_scanned_are_told() -> None:
 
 ELSEWHERE = """
 from tests.models import decoder_args, decoder_step
-from tests.axes.test_logical_axes import roles_of
-print([r.name for r in roles_of(decoder_step, *decoder_args()).logical axes])
+from tests.axes.test_logical_axes import logical_axes_of
+print([r.name for r in logical_axes_of(decoder_step, *decoder_args()).axes])
 """
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoshard.cost_model.hardware.hardware import Hardware, Link, h100
 from autoshard.cost_model.memory.peak_memory import _vertices
 from autoshard.cost_model.predict import Predictor
-from autoshard.layout.axis_rule import AxisRule, Occurrence
+from autoshard.layout.axis_rule import AxisRule, Occurrence, Scope
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.layout.problem import Problem
@@ -39,7 +39,10 @@ def random_rules(problem: Problem, count: int) -> list[tuple[AxisRule, ...]]:
         ]
         occurrence: Occurrence = rng.choice(("first", "first", "last"))
         return AxisRule(
-            rng.choice(names), rng.choice(list(problem.mesh_axes)), occurrence, rng.choice(scopes)
+            rng.choice(names),
+            rng.choice(list(problem.mesh_axes)),
+            occurrence,
+            Scope.parse(rng.choice(scopes)),
         )
 
     return [tuple(rule() for _ in range(rng.randint(0, 6))) for _ in range(count)]
