@@ -262,7 +262,7 @@ def _dependences(jaxpr: Any, grid_axes: int) -> list[frozenset[int]]:
     return [of([var]) for var in jaxpr.outvars]
 
 
-def params_of_piece(
+def params_of_shard(
     eqn: Eqn, cut: Mapping[int, int], operands: Sequence[Shape], results: Sequence[Shape]
 ) -> Any:
     """The parameters of a kernel as one device runs it.

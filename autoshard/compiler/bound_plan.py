@@ -22,7 +22,7 @@ from autoshard.layout.constraints import PlacedConstraint, constraints_for, plac
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.spec import to_partition_spec
-from autoshard.tracing.functionalize import InPlace
+from autoshard.tracing.functionalize import FunctionalizedStep
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, is_static
 from autoshard.tracing.trace import Traced
 
@@ -177,7 +177,11 @@ class BoundPlan:
         """The outputs as the user's function returns them; modules that it changes in place are
         changed.
         """
-        return self.user_fn.finish(args, outputs) if isinstance(self.user_fn, InPlace) else outputs
+        return (
+            self.user_fn.write_back(args, outputs)
+            if isinstance(self.user_fn, FunctionalizedStep)
+            else outputs
+        )
 
     @property
     def fn(self) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autoshard.axes.axis_classes import AxisClasses
-from autoshard.axes.sharding_rules import PICK, FactorKind
+from autoshard.axes.sharding_rules import ARG_REDUCTION, FactorKind
 from autoshard.compiler.transfer import whole
 from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Verified
@@ -157,7 +157,7 @@ def longest_sum(classes: AxisClasses) -> int:
     for eqn in classes.program.eqns:
         factors = classes.factors(eqn)
         rule = classes.rules[eqn.index]
-        if rule.combine == PICK:
+        if rule.combine == ARG_REDUCTION:
             continue
         terms = math.prod(
             size

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autoshard.axes.kernels import params_of_piece
+from autoshard.axes.kernels import params_of_shard
 from autoshard.axes.logical_axes import LogicalAxes
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, attention
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Body, Eqn, Value
-from autoshard.tracing.rewrite import Constraints, EqnConstraints, Pieces
+from autoshard.tracing.rewrite import Constraints, EqnConstraints, ShardMapCall
 from autoshard.tracing.source_lines import source_line
 
 _FREE_WHOLE = ANCHORS - {"conv_general_dilated"}
@@ -175,7 +175,7 @@ def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
         if value.shape:
             raw, stored = as_work(value, factors), _stored(layout, value)
             results[i] = (raw,) if raw == stored else (raw, stored)
-    return EqnConstraints(operands, results, kept=kept) if operands or results else None
+    return EqnConstraints(operands, results, before_reshard=kept) if operands or results else None
 
 
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
@@ -202,10 +202,10 @@ def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
         ]
 
     operands, results = shapes(eqn.inputs, rule.operands), shapes(eqn.outputs, rule.results)
-    pieces = Pieces(
+    pieces = ShardMapCall(
         specs(rule.operands),
         specs(rule.results),
-        params_of_piece(eqn, cut, operands, results),
+        params_of_shard(eqn, cut, operands, results),
         tuple(
             axis
             for factor in cut
@@ -255,17 +255,17 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
             wanted = constraints.eqns.get(eqn.index)
             if wanted is not None:
                 line = source_line(eqn)
-                if wanted.pieces is not None:
+                if wanted.shard_map is not None:
                     for side, values, cut in (
-                        ("operand", eqn.inputs, wanted.pieces.operands),
-                        ("result", eqn.outputs, wanted.pieces.results),
+                        ("operand", eqn.inputs, wanted.shard_map.operands),
+                        ("result", eqn.outputs, wanted.shard_map.results),
                     ):
                         for i, (value, spec) in enumerate(zip(values, cut, strict=True)):
                             place = f"{side} {i} of the shard_map"
                             found.append(
                                 PlacedConstraint(line, eqn.primitive, place, value.shape, spec)
                             )
-                for i, spec in wanted.kept.items():
+                for i, spec in wanted.before_reshard.items():
                     found.append(
                         PlacedConstraint(
                             line, eqn.primitive, f"operand {i} as stored", eqn.inputs[i].shape, spec

@@ -24,7 +24,7 @@ from autoshard.layout.pins import HasSpecs, Only, PinMap, resolve_pins, user_con
 from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import logical_axis_names, specs_from_names
-from autoshard.tracing.functionalize import InPlace, functional
+from autoshard.tracing.functionalize import FunctionalizedStep, functionalize
 from autoshard.tracing.primitives import KERNELS
 from autoshard.tracing.program import Program
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, options_for
@@ -111,7 +111,7 @@ def make_request(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    fn = functional(fn, example_args, example_kwargs or {}, info.auto)
+    fn = functionalize(fn, example_args, example_kwargs or {}, info.auto)
     call = flatten_call(fn, tuple(example_args), dict(example_kwargs or {}), options)
     kept: UserConstraints = "pin" if user_constraints == "pin" else "ignore"
     return Request(fn, options, info, carry, pins, kept), call
@@ -125,7 +125,7 @@ def prepare(request: Request, call: Call) -> Prepared:
     )
     program = traced.program
     carry = resolve_carry(traced, request.carry)
-    if isinstance(request.fn, InPlace) and request.carry is None:
+    if isinstance(request.fn, FunctionalizedStep) and request.carry is None:
         carry += tuple(
             pair for pair in resolve_carry(traced, request.fn.carry) if pair not in carry
         )

@@ -106,7 +106,7 @@ def as_constraints(statements: Iterable[Statement]) -> Constraints:
                 k: tuple(spec for _, spec in sorted(steps.items()))
                 for k, steps in results.get(index, {}).items()
             },
-            kept=kept.get(index, {}),
+            before_reshard=kept.get(index, {}),
         )
         for index in {*operands, *kept, *results}
     }
@@ -337,7 +337,7 @@ class _Finder:
         said = as_constraints(made)
         for index, wanted in self._constraints.eqns.items():
             eqn, known = self._axes.program.eqns[index], said.eqns.get(index, EqnConstraints())
-            for k, spec in wanted.kept.items():
+            for k, spec in wanted.before_reshard.items():
                 yield self._unsaid(eqn, eqn.inputs[k], Place(index, "kept", k, 0, spec))
             for k, spec in wanted.operands.items():
                 if known.operands.get(k) != spec:

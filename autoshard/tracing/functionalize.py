@@ -1,7 +1,7 @@
 """Steps in the manner of `nnx.jit`: modules and optimizers go in, are changed in place, and only
 the rest is returned.
 
-`functional` makes a pure function of such a step: it returns what was changed before what the step
+`functionalize` makes a pure function of such a step: it returns what was changed before what the step
 returns. A plan calls that, and writes the changes back into the caller's objects. Flax is not
 imported here: without it there are no modules.
 """
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from autoshard.errors import ArgumentError
 
 
-class InPlace:
+class FunctionalizedStep:
     """A step on modules as a pure function: returns `(*changed modules, *outputs)`.
 
     Attributes:
@@ -40,7 +40,7 @@ class InPlace:
         out = self.step(*args, **kwargs)
         return (*(args[i] for i in self.changed), *(out if self._many else (out,)))
 
-    def finish(self, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    def write_back(self, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Writes what a call of the plan changed into the caller's modules; what the step itself
         returns.
         """
@@ -58,10 +58,10 @@ class InPlace:
         return {position: number for number, position in enumerate(self.changed)}
 
 
-def functional(
+def functionalize(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Callable[..., Any]:
-    """`fn` itself, or an `InPlace` if it changes Flax NNX modules among its positional arguments.
+    """`fn` itself, or an `FunctionalizedStep` if it changes Flax NNX modules among its positional arguments.
 
     Args:
         fn: The step.
@@ -74,7 +74,7 @@ def functional(
             would have others.
     """
     modules = [i for i, arg in enumerate(args) if _is_module(arg)]
-    if not modules or isinstance(fn, InPlace):
+    if not modules or isinstance(fn, FunctionalizedStep):
         return fn
     changed: list[int] = []
     many: list[bool] = []
@@ -110,7 +110,7 @@ def functional(
         raise
     except Exception:  # what cannot be traced is said by `trace`, which comes next
         return fn
-    return InPlace(fn, tuple(changed), many[0]) if changed else fn
+    return FunctionalizedStep(fn, tuple(changed), many[0]) if changed else fn
 
 
 def _is_module(value: Any) -> bool:

@@ -20,7 +20,7 @@ from autoshard.tracing.program import Body, Program
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ShardMapCall:
     """A kernel that every device runs on its own pieces, in a `shard_map`.
 
     Attributes:
@@ -51,8 +51,8 @@ class EqnConstraints:
 
     operands: Mapping[int, PartitionSpec] = field(default_factory=dict)
     results: Mapping[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
-    pieces: Pieces | None = None
-    kept: Mapping[int, PartitionSpec] = field(default_factory=dict)
+    shard_map: ShardMapCall | None = None
+    before_reshard: Mapping[int, PartitionSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Constraints:
     def __len__(self) -> int:
         inner = sum(
             len(c.operands)
-            + len(c.kept)
+            + len(c.before_reshard)
             + sum(map(len, c.results.values()))
-            + (c.pieces is not None)
+            + (c.shard_map is not None)
             for c in self.eqns.values()
         )
         return inner + sum(map(len, self.outputs.values()))
@@ -116,7 +116,7 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
             invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
             for position, spec in sorted(wanted.operands.items()):
                 source = invars[position]
-                if (first := wanted.kept.get(position)) is not None:
+                if (first := wanted.before_reshard.get(position)) is not None:
                     if (
                         source,
                         first,
@@ -134,8 +134,8 @@ def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sha
                     after.append(make(raw, target, spec, eqn))
                     raw = target
             made = eqn.replace(params=params, invars=invars, outvars=outvars)
-            if wanted.pieces is not None:
-                cut = wanted.pieces
+            if wanted.shard_map is not None:
+                cut = wanted.shard_map
                 made = in_pieces(
                     made, made.replace(params=cut.params), cut.operands, cut.results, cut.summed
                 )

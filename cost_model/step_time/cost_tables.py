@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.axes.sharding_rules import PICK, FactorKind
+from autoshard.axes.sharding_rules import ARG_REDUCTION, FactorKind
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.hardware import Hardware
-from autoshard.cost_model.program.applied_constraints import Columns, Readers
-from autoshard.cost_model.program.equation_classes import Classes, Operand, Uses, Work
+from autoshard.cost_model.program.applied_constraints import AppliedColumns, AppliedConstraints
+from autoshard.cost_model.program.equation_classes import EquationClass, Operand, ProgramClasses, ValueClass
 from autoshard.cost_model.step_time.halo_tables import Shifts, Turned
 from autoshard.cost_model.step_time.operand_tables import Ragged, Reads
 from autoshard.cost_model.step_time.reshard import Array, Links, Moves, Specs
@@ -56,9 +56,9 @@ class Costs:
         self,
         problem: Problem,
         hardware: Hardware,
-        classes: Classes,
+        classes: ProgramClasses,
         placements: Placements,
-        born: Mapping[int, Readers],
+        applied: AppliedConstraints,
         backend: Backend,
     ) -> None:
         self._placements = placements
@@ -67,14 +67,14 @@ class Costs:
         rules = self._rules = problem.logical_axes.classes.rules
         max_factors = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
         max_rank = max((len(v.shape) for v in problem.program.values), default=0)
-        self._columns = Columns(problem, placements, born, max_factors)
+        self._columns = AppliedColumns(problem, placements, applied, max_factors)
         self.specs = Specs(placements, max_rank)
         self.links = Links(hardware, placements, problem.mesh_axes)
         self._slots = self.links.slots
-        self._works, self._uses = classes.works, classes.uses
-        self._prepare_works(placements, classes.works, max_factors, backend)
-        self._turned = Turned(placements, rules, [w.eqn for w in classes.works])
-        self._prepare_uses(problem, placements, classes.uses, max_factors)
+        self._works, self._uses = classes.equation_classes, classes.value_classes
+        self._prepare_works(placements, classes.equation_classes, max_factors, backend)
+        self._turned = Turned(placements, rules, [w.eqn for w in classes.equation_classes])
+        self._prepare_uses(problem, placements, classes.value_classes, max_factors)
         self._group(classes)
         self._count = 0
         self._compute_s, self._comm_s = np.zeros(0), np.zeros(0)
@@ -88,9 +88,9 @@ class Costs:
     # Classes as arrays ----------------------------------------------------------------------------
 
     def _prepare_works(
-        self, placements: Placements, works: Sequence[Work], max_factors: int, backend: Backend
+        self, placements: Placements, works: Sequence[EquationClass], max_factors: int, backend: Backend
     ) -> None:
-        self._work_times = np.array([w.times for w in works])
+        self._work_times = np.array([w.runs_per_call for w in works])
         self._work_flops = np.array([w.flops for w in works])
         self._work_rate = np.array(
             [
@@ -98,13 +98,13 @@ class Costs:
                 for w in works
             ]
         )
-        self._work_column = np.array([self._columns.work(w.eqn) for w in works], dtype=np.int64)
+        self._work_column = np.array([self._columns.of_eqn(w.eqn) for w in works], dtype=np.int64)
         self._reduced = _factors_of_kind(
             [w.kinds for w in works], FactorKind.REDUCTION, max_factors
         )
         self._copying = np.array([w.eqn.primitive in COPIES for w in works], dtype=bool)
         self._picked = np.array(
-            [self._rules[w.eqn.index].combine == PICK for w in works], dtype=bool
+            [self._rules[w.eqn.index].combine == ARG_REDUCTION for w in works], dtype=bool
         )
         self._apart = np.array(
             [not backend.folds_all_reduces and w.eqn.primitive in ANCHORS for w in works],
@@ -128,12 +128,12 @@ class Costs:
         )
         self._loads = np.array([o.transfers for w in works for o in w.operands])
         self._writes = np.array([o.transfers for w in works for o in w.results])
-        self._work_op_s = np.array([w.stores * self._hardware.op_s for w in works])
+        self._work_op_s = np.array([w.stored_share * self._hardware.op_s for w in works])
 
     def _prepare_uses(
-        self, problem: Problem, placements: Placements, uses: Sequence[Uses], max_factors: int
+        self, problem: Problem, placements: Placements, uses: Sequence[ValueClass], max_factors: int
     ) -> None:
-        self._uses_times = np.array([u.times for u in uses])
+        self._uses_times = np.array([u.moves_per_call for u in uses])
         self._readers_of = Ragged([len(u.readers) for u in uses])
         self._readers = Reads(
             placements,
@@ -153,7 +153,7 @@ class Costs:
             ]
         )
 
-    def _group(self, classes: Classes) -> None:
+    def _group(self, classes: ProgramClasses) -> None:
         """Groups of classes, first works, then uses, numbered on; one whose columns another group
         has joins that.
         """
@@ -164,14 +164,14 @@ class Costs:
         def needed(found: Iterable[int]) -> frozenset[int]:
             return frozenset(base for column in found for base in self._columns.bases(column))
 
-        for work in classes.works:
+        for work in classes.equation_classes:
             values = [o.value for o in (*work.operands, *work.results)]
             columns.append(
-                needed([self._columns.work(work.eqn), *map(self._columns.value, values)])
+                needed([self._columns.of_eqn(work.eqn), *map(self._columns.of_value, values)])
             )
-        for use in classes.uses:
-            works = [self._columns.work(e) for e, _ in use.readers]
-            columns.append(needed([self._columns.value(use.value), *works]))
+        for use in classes.value_classes:
+            works = [self._columns.of_eqn(e) for e, _ in use.readers]
+            columns.append(needed([self._columns.of_value(use.value), *works]))
         members: dict[frozenset[int], list[int]] = {}
         for number, found in enumerate(columns):
             members.setdefault(found - {nothing}, []).append(number)
@@ -351,14 +351,14 @@ class Costs:
         self, number: Array, row: Array, at: NDArray[np.int32]
     ) -> tuple[Array, Array, Array]:
         devices = self.specs.devices
-        work, work_order = self._columns.placed(at, self._work_column[number])
+        work, work_order = self._columns.assignment(at, self._work_column[number])
         arithmetic_s = (
             self._work_flops[number] / devices[self.specs.mask(work)] / self._work_rate[number]
         )
         moves = Moves()
 
         owner, entry = self._operands_of.of(number)
-        have, order = self._columns.placed(at[owner], self._operands.value[entry])
+        have, order = self._columns.assignment(at[owner], self._operands.value[entry])
         want, _ = self._want(self._operands, entry, work[owner], work_order[owner], have, order)
         local = self._operands.bytes[entry] // devices[self.specs.mask(want)]
         reads = _sum_by(owner, local * self._loads[entry], len(number))
@@ -371,7 +371,7 @@ class Costs:
             results.dim_of_factor[entry], np.where(mine >= 0, mine, pad).astype(np.int64), axis=1
         )
         local = value_bytes // devices[self.specs.mask(raw)]
-        stored, order = self._columns.placed(at[owner], results.value[entry])
+        stored, order = self._columns.assignment(at[owner], results.value[entry])
         target, order = _left_open(raw, work_order[owner], stored, order)
         part = value_bytes // devices[self.specs.mask(raw) | self.specs.mask(target)]
         written = np.where(self._copying[number[owner]], part, local)
@@ -456,8 +456,8 @@ class Costs:
         devices = self.specs.devices
         owner, entry = self._readers_of.of(number)
         readers, value_bytes = self._readers, self._readers.bytes[entry]
-        have, order = self._columns.placed(at[owner], readers.value[entry])
-        work, work_order = self._columns.placed(at[owner], readers.work[entry])
+        have, order = self._columns.assignment(at[owner], readers.value[entry])
+        work, work_order = self._columns.assignment(at[owner], readers.work[entry])
         want, want_order = self._want(readers, entry, work, work_order, have, order)
         moves = Moves()
         want = self._shifts.add(moves, self.specs, owner, entry, work, want, value_bytes)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import ShardingRule
-from autoshard.cost_model.program.halo import ASIDE, GATHERED, exchanges, shards_sent
+from autoshard.cost_model.program.halo import TRANSPOSED, GATHERED, exchanges, shards_sent
 from autoshard.cost_model.step_time.reshard import Array, Moves, Specs
 from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn, Value
@@ -21,7 +21,7 @@ Placed = NDArray[np.int8]
 
 class Turned:
     """Results of works that run with another dimension split than the one that they shift (see
-    `ASIDE`).
+    `TRANSPOSED`).
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Turned:
         self._able = np.zeros((len(eqns), len(sizes)), dtype=bool)
         for number, eqn in enumerate(eqns):
             for operand, dim, asked in exchanges(eqn, rules[eqn.index])[:1]:
-                able = [shards_sent(eqn, asked, pieces) == ASIDE for pieces in sizes]
+                able = [shards_sent(eqn, asked, pieces) == TRANSPOSED for pieces in sizes]
                 if any(able):
                     self._factor[number] = rules[eqn.index].operands[operand][dim]
                     self._able[number] = able
@@ -129,7 +129,7 @@ class Shifts:
         some = np.flatnonzero(mask)
         at, shift, split, mask = at[some], shift[some], split[some], mask[some]
         sent = self._sent[shift, mask]
-        aside, gathered = sent == ASIDE, sent == GATHERED  # along another dimension, or not at all
+        aside, gathered = sent == TRANSPOSED, sent == GATHERED  # along another dimension, or not at all
         row, axis = np.nonzero(split & gathered[:, None])
         want[at[row], axis] = -1
         held = value_bytes[at] // specs.devices[specs.mask(want[at]) | np.where(gathered, 0, mask)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.axes.sharding_rules import ShardingRule
-from autoshard.cost_model.program.applied_constraints import Columns
+from autoshard.cost_model.program.applied_constraints import AppliedColumns
 from autoshard.cost_model.program.equation_classes import Operand
 from autoshard.cost_model.step_time.reshard import Array
 from autoshard.layout.constraints import closed_dims
@@ -23,15 +23,15 @@ class Reads:
     def __init__(
         self,
         placements: Placements,
-        columns: Columns,
+        columns: AppliedColumns,
         rules: Sequence[ShardingRule],
         items: Sequence[tuple[Eqn, Operand]],
         max_factors: int,
     ) -> None:
         count = len(items)
         rank = max((len(o.factors) for _, o in items), default=0)
-        self.work = np.array([columns.work(eqn) for eqn, _ in items], dtype=np.int64)
-        self.value = np.array([columns.value(o.value) for _, o in items], dtype=np.int64)
+        self.work = np.array([columns.of_eqn(eqn) for eqn, _ in items], dtype=np.int64)
+        self.value = np.array([columns.of_value(o.value) for _, o in items], dtype=np.int64)
         self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
         self.dim_of_factor = np.full((count, max_factors + 1), -1, dtype=np.int8)
         self.sizes = np.ones((count, rank + 1), dtype=np.int64)

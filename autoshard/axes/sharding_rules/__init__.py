@@ -10,6 +10,6 @@ from autoshard.axes.sharding_rules.registry import Entry as Entry
 from autoshard.axes.sharding_rules.registry import known_primitives as known_primitives
 from autoshard.axes.sharding_rules.registry import rule_of as rule_of
 from autoshard.axes.sharding_rules.reshaping import reshape_rule as reshape_rule
-from autoshard.axes.sharding_rules.rule import PICK as PICK
+from autoshard.axes.sharding_rules.rule import ARG_REDUCTION as ARG_REDUCTION
 from autoshard.axes.sharding_rules.rule import FactorKind as FactorKind
 from autoshard.axes.sharding_rules.rule import ShardingRule as ShardingRule

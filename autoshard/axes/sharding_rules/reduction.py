@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, ints
-from autoshard.axes.sharding_rules.rule import PICK, FactorKind, ShardingRule
+from autoshard.axes.sharding_rules.rule import ARG_REDUCTION, FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 _COMBINE = {
@@ -53,7 +53,7 @@ def arg_reduce(eqn: Eqn) -> ShardingRule:
     _keep(factors, 1, axes)
     for dim in axes:
         factors.add(FactorKind.REDUCTION, [(0, dim)])
-    return factors.rule(PICK)
+    return factors.rule(ARG_REDUCTION)
 
 
 def reduce(eqn: Eqn) -> ShardingRule:

@@ -37,7 +37,7 @@ class FactorKind(enum.StrEnum):
     NEED_REPLICATION = "need_replication"
 
 
-PICK = "pick"
+ARG_REDUCTION = "arg_reduction"
 """How the partial results of argmax and argmin are combined: all devices get all of them, with the
 values that they stand for, and take the best (so does XLA's partitioner with reductions of several
 operands)."""
@@ -52,7 +52,7 @@ class ShardingRule:
         operands: For each operand, the loop of each of its dimensions.
         results: For each result, the loop of each of its dimensions.
         combine: For REDUCTION loops, how partial results are combined: `add`, `max`, `min`, `mul`,
-            `and`, `or`, `xor`, or `PICK`.
+            `and`, `or`, `xor`, or `ARG_REDUCTION`.
         pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that
             divide their sizes.
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.axes.sharding_rules import PICK, FactorKind, ShardingRule
+from autoshard.axes.sharding_rules import ARG_REDUCTION, FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn, Value
 from tests.stages import QUICKLY
 
@@ -224,7 +224,7 @@ def from_pieces(
     made = []
     for i, factors in enumerate(rule.results):
         parts_of_result = [piece[i] for piece in pieces]
-        if rule.kinds[factor] is FactorKind.REDUCTION and rule.combine == PICK:
+        if rule.kinds[factor] is FactorKind.REDUCTION and rule.combine == ARG_REDUCTION:
             made.append([_picked(app, arrays[0], parts_of_result)])
         elif rule.kinds[factor] is FactorKind.REDUCTION:
             made.append([functools.reduce(_COMBINE[rule.combine], parts_of_result)])
