@@ -26,7 +26,7 @@ from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.memory.all_reduce_combining import find_sums
 from autoshard.cost_model.memory.liveness import memory_table
 from autoshard.cost_model.memory.peak_memory import MemoryColumn, Peak
-from autoshard.cost_model.program.applied_constraints import born_values
+from autoshard.cost_model.program.applied_constraints import find_applied_constraints
 from autoshard.cost_model.program.equation_classes import find_classes
 from autoshard.cost_model.program.fusion_schedule import schedules
 from autoshard.cost_model.program.propagation import borrowed
@@ -117,9 +117,9 @@ class Predictor:
         self.hardware = hardware
         self.placements = Placements(problem)
         plans = schedules(problem.program.body, backend)
-        born = born_values(problem)
-        classes = find_classes(problem, plans, born)
-        self._costs = Costs(problem, hardware, classes, self.placements, born, backend)
+        applied = find_applied_constraints(problem)
+        classes = find_classes(problem, plans, applied)
+        self._costs = Costs(problem, hardware, classes, self.placements, applied, backend)
         lent = borrowed(problem, self.placements)
         body = problem.program.body
         shut = {v.index for v in (*body.inputs, *body.outputs)}

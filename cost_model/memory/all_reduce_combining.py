@@ -18,7 +18,7 @@ from scipy.sparse import csr_array
 from autoshard.axes.axis_classes import AxisClasses
 from autoshard.axes.sharding_rules import FactorKind
 from autoshard.cost_model.memory.liveness import END, MemoryTable
-from autoshard.cost_model.program.equation_classes import Classes
+from autoshard.cost_model.program.equation_classes import ProgramClasses
 from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS
 from autoshard.tracing.program import Body
 
@@ -39,7 +39,7 @@ class Sums:
     points: NDArray[np.int64]
 
 
-def find_sums(table: MemoryTable, classes: Classes, axes: AxisClasses, *, combined: bool) -> Sums:
+def find_sums(table: MemoryTable, classes: ProgramClasses, axes: AxisClasses, *, combined: bool) -> Sums:
     """Where partial sums are added up.
 
     Args:
@@ -59,7 +59,7 @@ def find_sums(table: MemoryTable, classes: Classes, axes: AxisClasses, *, combin
             max((table.point_of[reader] for reader in last[eqn]), default=END) for eqn in group
         ]
         points.append(together)
-    shape = (len(table.point_eqn), len(classes.works))
+    shape = (len(table.point_eqn), len(classes.equation_classes))
     over = eqns[needed[eqns] < at[eqns]]
     added, done = (
         csr_array((np.ones(len(found)), (at[found], classes.of_eqn[found])), shape=shape)

@@ -16,7 +16,7 @@ from scipy.sparse import csr_array
 
 from autoshard.cost_model.memory.all_reduce_combining import Sums
 from autoshard.cost_model.memory.liveness import MemoryTable
-from autoshard.cost_model.program.equation_classes import Classes, Uses
+from autoshard.cost_model.program.equation_classes import ProgramClasses, ValueClass
 from autoshard.cost_model.program.propagation import Borrowed
 from autoshard.cost_model.step_time.cost_tables import CopyColumns
 from autoshard.cost_model.step_time.reshard import Array
@@ -47,7 +47,7 @@ class Peak:
     def __init__(
         self,
         table: MemoryTable,
-        classes: Classes,
+        classes: ProgramClasses,
         columns: Sequence[MemoryColumn],
         placements: Placements,
         copies: CopyColumns,
@@ -71,8 +71,8 @@ class Peak:
         lent = [(n, *entry) for n, c in enumerate(columns) for entry in c.borrowed]
         self._lent = np.array(lent, dtype=np.int64).reshape(-1, 4)
         work = classes.of_eqn[table.point_eqn]
-        self._spans = [_points(table, uses) for uses in classes.uses]
-        self._works = len(classes.works)
+        self._spans = [_points(table, uses) for uses in classes.value_classes]
+        self._works = len(classes.equation_classes)
         kept = _vertices(np.concatenate([table.alive_bytes, self._states(len(work))], axis=1), work)
         kept = np.union1d(kept, sums.points)  # no other points are like these
         self._points = kept
@@ -167,7 +167,7 @@ class Peak:
         for axis, size in enumerate(self._placements.sizes):
             known, rows = len(self._share[axis]), self._placements.rows[axis].array
             if known < len(rows):
-                factors = self._placements.factors(axis, rows[known:])[:, self._columns]
+                factors = self._placements.open_shard_counts(axis, rows[known:])[:, self._columns]
                 share = np.where(self._shut, 1.0, 1.0 / factors)
                 share = np.where(self._split(rows[known:]), 1.0 / size, share)
                 self._share[axis] = np.concatenate([self._share[axis], share])
@@ -213,7 +213,7 @@ class Peak:
         return (begun - ended).astype(np.float64)
 
 
-def _points(table: MemoryTable, uses: Uses) -> NDArray[np.int64]:
+def _points(table: MemoryTable, uses: ValueClass) -> NDArray[np.int64]:
     """[kinds of reader, values, 2]: the first and the last point at which a copy for such readers
     is alive.
     """

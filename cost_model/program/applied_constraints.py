@@ -29,9 +29,10 @@ from autoshard.tracing.program import Eqn, Value
 Array = NDArray[np.int64]
 Placed = NDArray[np.int8]
 Readers = tuple[tuple[Eqn, tuple[int, ...]], ...]
+AppliedConstraints = Mapping[int, Readers]
 
 
-def born_values(problem: Problem) -> Mapping[int, Readers]:
+def find_applied_constraints(problem: Problem) -> AppliedConstraints:
     """By `Value.index`, the anchors that read it (one of each kind) with the loops of its
     dimensions.
     """
@@ -50,7 +51,7 @@ def born_values(problem: Problem) -> Mapping[int, Readers]:
             if leaves_open(eqn.primitive, rule, factors):
                 stated.add(value.index)
             elif value.shape and not value.literal and value.bytes:
-                key = (problem.work_signature(eqn), factors)
+                key = (problem.factor_signature(eqn), factors)
                 readers.setdefault(value.index, {}).setdefault(key, (eqn, factors))
     return {
         index: tuple(found[key] for key in sorted(found, key=repr))
@@ -59,7 +60,7 @@ def born_values(problem: Problem) -> Mapping[int, Readers]:
     }
 
 
-def makers(problem: Problem, born: Mapping[int, Readers]) -> Mapping[int, Value]:
+def makers(problem: Problem, applied: AppliedConstraints) -> Mapping[int, Value]:
     """By `Eqn.index`, the result of it that is born, where the work can be split as the result
     is.
     """
@@ -68,7 +69,7 @@ def makers(problem: Problem, born: Mapping[int, Readers]) -> Mapping[int, Value]
         eqn.index: eqn.outputs[0]
         for eqn in problem.program.eqns
         if len(eqn.outputs) == 1
-        and eqn.outputs[0].index in born
+        and eqn.outputs[0].index in applied
         and not {FactorKind.REDUCTION, FactorKind.NEED_REPLICATION} & {*rules[eqn.index].kinds}
     }
 
@@ -103,7 +104,7 @@ class _Alias:
     cut: frozenset[int] = frozenset()
 
 
-class Columns:
+class AppliedColumns:
     """Columns of values and works; those of born values and their makers are numbered on after the
     placements' own.
     """
@@ -112,11 +113,11 @@ class Columns:
         self,
         problem: Problem,
         placements: Placements,
-        born: Mapping[int, Readers],
+        applied: AppliedConstraints,
         max_factors: int,
     ) -> None:
         self._placements = placements
-        self._born, self._makers = born, makers(problem, born)
+        self._applied, self._makers = applied, makers(problem, applied)
         self._rules = problem.logical_axes.classes.rules
         self._constant = problem.logical_axes.classes.constant
         self._cut = {
@@ -130,19 +131,19 @@ class Columns:
         self._numbers: dict[_Alias, int] = {}
         self._arrays: _Tables | None = None
 
-    def value(self, value: Value) -> int:
+    def of_value(self, value: Value) -> int:
         """Column of a value."""
         own = self._placements.value_column(value)
-        readers = self._born.get(value.index)
+        readers = self._applied.get(value.index)
         return (
             own
             if readers is None
             else self._number(own, readers, value, tuple(range(len(value.shape))))
         )
 
-    def work(self, eqn: Eqn) -> int:
+    def of_eqn(self, eqn: Eqn) -> int:
         """Column of an equation's loops."""
-        own = self._placements.work_column(eqn)
+        own = self._placements.factor_column(eqn)
         value = self._makers.get(eqn.index)
         if value is None:
             return own
@@ -153,7 +154,7 @@ class Columns:
             elif operand.shape:
                 voters.append((self._placements.value_column(operand), factors))
         return self._number(
-            own, self._born[value.index], value, rule.results[0], tuple(voters), whole
+            own, self._applied[value.index], value, rule.results[0], tuple(voters), whole
         )
 
     def _number(
@@ -171,7 +172,7 @@ class Columns:
             for dim in reversed(range(len(factors))):
                 dim_of_factor[factors[dim]] = dim
             shifted = closed_dims(eqn.primitive, self._rules[eqn.index], factors)
-            found.append((self._placements.work_column(eqn), tuple(dim_of_factor), shifted))
+            found.append((self._placements.factor_column(eqn), tuple(dim_of_factor), shifted))
         column, cut = self._placements.value_column(value), self._cut.get(value.index, frozenset())
         alias = _Alias(own, column, tuple(found), value.shape, then, voters, whole, cut)
         self._arrays = None
@@ -188,7 +189,7 @@ class Columns:
             *(operand for operand, _ in alias.voters),
         )
 
-    def placed(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, NDArray[np.int8]]:
+    def assignment(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, NDArray[np.int8]]:
         """[n, axes] dimensions, and [n] orders, of one column for each entry."""
         alias = columns - self._placements.columns
         following = np.flatnonzero(alias >= 0)

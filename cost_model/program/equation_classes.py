@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import FactorKind
-from autoshard.cost_model.program.applied_constraints import Readers
+from autoshard.cost_model.program.applied_constraints import AppliedConstraints
 from autoshard.cost_model.program.flops import flops
 from autoshard.cost_model.program.fusion_schedule import Schedule
 from autoshard.cost_model.program.halo import exchanges
@@ -44,7 +44,7 @@ class Operand:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Work:
+class EquationClass:
     """A class of equations.
 
     Attributes:
@@ -53,8 +53,8 @@ class Work:
         operands: Operands with a shape.
         results: Results, scalars too.
         flops: Of one run, unsharded.
-        stores: Share of the class whose results reach memory: those are operations of their own.
-        times: How often such an equation runs per call.
+        stored_share: Share of the class whose results reach memory: those are operations of their own.
+        runs_per_call: How often such an equation runs per call.
     """
 
     eqn: Eqn
@@ -62,12 +62,12 @@ class Work:
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     flops: float
-    stores: float
-    times: float
+    stored_share: float
+    runs_per_call: float
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Uses:
+class ValueClass:
     """A class of values with everything in one body that reads them.
 
     Attributes:
@@ -76,7 +76,7 @@ class Uses:
         members: [values] their `Value.index`.
         spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind
             that reads a value.
-        times: How often such a value is moved per call: as often as it is made, never where it
+        moves_per_call: How often such a value is moved per call: as often as it is made, never where it
             depends on no argument, for it is then made as it is read (but takes memory).
     """
 
@@ -84,37 +84,37 @@ class Uses:
     readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
     members: NDArray[np.int64]
     spans: NDArray[np.int64]
-    times: float
+    moves_per_call: float
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Classes:
+class ProgramClasses:
     """The classes of a program.
 
     Attributes:
-        works: Classes of equations.
-        uses: Classes of values.
+        equation_classes: Classes of equations.
+        value_classes: Classes of values.
         of_eqn: By `Eqn.index`, the class; -1 for equations with bodies, which cost nothing
             themselves.
     """
 
-    works: tuple[Work, ...]
-    uses: tuple[Uses, ...]
+    equation_classes: tuple[EquationClass, ...]
+    value_classes: tuple[ValueClass, ...]
     of_eqn: NDArray[np.int64]
 
 
 class _Builder:
     def __init__(
-        self, problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]
+        self, problem: Problem, plans: Mapping[Body, Schedule], applied: AppliedConstraints
     ) -> None:
         self._problem = problem
         self._plans = plans
         self._axes = problem.logical_axes.classes
-        self._born = born
+        self._applied = applied
         self._seen_of: dict[int, int] = {}
         self._seen_numbers: dict[object, int] = {}
 
-    def build(self) -> Classes:
+    def build(self) -> ProgramClasses:
         works: dict[object, list[Eqn]] = {}
         work_times: dict[object, float] = defaultdict(float)
         transfers: dict[object, list[float]] = defaultdict(list)
@@ -151,7 +151,7 @@ class _Builder:
                 uses[use_key].append({kind: found[kind] for kind in sorted(found, key=repr)})
                 values[use_key].append(value)
                 use_times[use_key] += 0.0 if constant else times
-        return Classes(
+        return ProgramClasses(
             tuple(
                 self._work(eqns[0], work_times[key], transfers[key]) for key, eqns in works.items()
             ),
@@ -189,8 +189,8 @@ class _Builder:
     def _look_at(self, value: Value) -> object:
         pinned = value.index if value.index in self._problem.pins else -1
         made_for = tuple(
-            (self._problem.work_signature(e), factors)
-            for e, factors in self._born.get(value.index, ())
+            (self._problem.factor_signature(e), factors)
+            for e, factors in self._applied.get(value.index, ())
         )
         return self._problem.value_signature(value), value.itemsize, pinned, made_for
 
@@ -202,11 +202,11 @@ class _Builder:
             return tuple((self._seen(v), factors) for v, factors in zip(values, maps, strict=True))
 
         return (
-            family, flops(eqn, rule), rule.kinds, self._problem.work_signature(eqn), side(eqn.inputs, rule.operands),
+            family, flops(eqn, rule), rule.kinds, self._problem.factor_signature(eqn), side(eqn.inputs, rule.operands),
             side(eqn.outputs, rule.results), exchanges(eqn, rule),
         )  # fmt: skip
 
-    def _work(self, eqn: Eqn, times: float, transfers: Sequence[float]) -> Work:
+    def _work(self, eqn: Eqn, times: float, transfers: Sequence[float]) -> EquationClass:
         rule = self._axes.rules[eqn.index]
         *often, stores = (moved / times if times else 0.0 for moved in transfers)
         count = len(eqn.inputs)
@@ -214,21 +214,21 @@ class _Builder:
         results = self._operands(  # a partial sum may well be a scalar
             eqn.outputs, rule.results, often[count:], scalars=True
         )
-        return Work(eqn, rule.kinds, operands, results, flops(eqn, rule), stores, times)
+        return EquationClass(eqn, rule.kinds, operands, results, flops(eqn, rule), stores, times)
 
     def _uses(
         self,
         values: Sequence[Value],
         members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]],
         times: float,
-    ) -> Uses:
+    ) -> ValueClass:
         readers = tuple(found[0] for found in members[0].values())
         indices = np.array([v.index for v in values])
         spans = [
             [(found[0][0].index, found[-1][0].index) for found in member.values()]
             for member in members
         ]
-        return Uses(values[0], readers, indices, np.array(spans).transpose(1, 0, 2), times)
+        return ValueClass(values[0], readers, indices, np.array(spans).transpose(1, 0, 2), times)
 
 
 def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
@@ -256,16 +256,16 @@ def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
 
 
 def find_classes(
-    problem: Problem, plans: Mapping[Body, Schedule], born: Mapping[int, Readers]
-) -> Classes:
+    problem: Problem, plans: Mapping[Body, Schedule], applied: AppliedConstraints
+) -> ProgramClasses:
     """The classes of a problem's program.
 
     Args:
         problem: The problem.
         plans: What fuses in each body (`schedule.schedules`).
-        born: Its `born_values`.
+        applied: Its applied constraints.
     """
-    return _Builder(problem, plans, born).build()
+    return _Builder(problem, plans, applied).build()
 
 
 def bodies_of(body: Body, times: float) -> Iterator[tuple[Body, float]]:

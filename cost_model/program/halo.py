@@ -51,12 +51,12 @@ class Exchange(enum.Enum):
     """How an operation gets along with a split of a dimension that is no slice, pad or window.
 
     SHARD: every device sends all it holds to another one.
-    ASIDE: it is carried out with another dimension split (all_to_all of the operands, then of the
+    TRANSPOSED: it is carried out with another dimension split (all_to_all of the operands, then of the
     result). GATHER: it needs the whole dimension.
     """
 
     SHARD = "shard"
-    ASIDE = "aside"
+    TRANSPOSED = "aside"
     GATHER = "gather"
 
 
@@ -78,12 +78,12 @@ def exchanges(eqn: Eqn, rule: ShardingRule) -> tuple[tuple[int, int, Asked], ...
 def shards_sent(eqn: Eqn, asked: Asked, pieces: int) -> float:
     """Shards of the operand that one device sends where a dimension is cut into pieces.
 
-    Negative for what is no halo: `ASIDE` or `GATHERED`.
+    Negative for what is no halo: `TRANSPOSED` or `GATHERED`.
     """
-    if asked is Exchange.ASIDE:
+    if asked is Exchange.TRANSPOSED:
         result = eqn.outputs[0]
         others = (size for dim, size in enumerate(result.shape) if dim != eqn.params["dimension"])
-        return ASIDE if any(size % pieces == 0 for size in others) else GATHERED
+        return TRANSPOSED if any(size % pieces == 0 for size in others) else GATHERED
     if isinstance(asked, Exchange):
         return 1.0 if asked is Exchange.SHARD else GATHERED
     total = 0.0
@@ -95,7 +95,7 @@ def shards_sent(eqn: Eqn, asked: Asked, pieces: int) -> float:
     return total
 
 
-ASIDE, GATHERED = -2.0, -1.0
+TRANSPOSED, GATHERED = -2.0, -1.0
 
 
 def _exchange(eqn: Eqn, operand: int, dim: int) -> Asked:
@@ -159,7 +159,7 @@ def _exchange(eqn: Eqn, operand: int, dim: int) -> Asked:
                 ),
             )
         case "concatenate":
-            return Exchange.ASIDE
+            return Exchange.TRANSPOSED
         case "dynamic_slice" | "unstack":
             return Exchange.GATHER
         case _:

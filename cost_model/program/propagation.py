@@ -79,7 +79,7 @@ class _Regions:
                     )
             if eqn.bodies:
                 continue
-            column = self._placements.work_column(eqn) if eqn.primitive in STATED else None
+            column = self._placements.factor_column(eqn) if eqn.primitive in STATED else None
             for factor, members in self._members(eqn):
                 if column is None:
                     self._meet(members, edges, borders)

@@ -9,7 +9,7 @@ look-ups; a row is computed once, with all others that are new.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,12 @@ from autoshard.axes.sharding_rules import ARG_REDUCTION, FactorKind
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.program.applied_constraints import AppliedColumns, AppliedConstraints
-from autoshard.cost_model.program.equation_classes import EquationClass, Operand, ProgramClasses, ValueClass
+from autoshard.cost_model.program.equation_classes import (
+    EquationClass,
+    Operand,
+    ProgramClasses,
+    ValueClass,
+)
 from autoshard.cost_model.step_time.halo_tables import Shifts, Turned
 from autoshard.cost_model.step_time.operand_tables import Ragged, Reads
 from autoshard.cost_model.step_time.reshard import Array, Links, Moves, Specs
@@ -88,7 +93,11 @@ class Costs:
     # Classes as arrays ----------------------------------------------------------------------------
 
     def _prepare_works(
-        self, placements: Placements, works: Sequence[EquationClass], max_factors: int, backend: Backend
+        self,
+        placements: Placements,
+        works: Sequence[EquationClass],
+        max_factors: int,
+        backend: Backend,
     ) -> None:
         self._work_times = np.array([w.runs_per_call for w in works])
         self._work_flops = np.array([w.flops for w in works])
@@ -272,7 +281,7 @@ class Costs:
         devices = int(self.specs.devices[-1])
         every = np.arange(len(self._works))
         most = np.array(
-            [self._most_pieces(self._placements.work_column(work.eqn)) for work in self._works]
+            [self._most_pieces(self._placements.factor_column(work.eqn)) for work in self._works]
         )
         owner, entry = self._operands_of.of(every)
         reads = _sum_by(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import ShardingRule
-from autoshard.cost_model.program.halo import TRANSPOSED, GATHERED, exchanges, shards_sent
+from autoshard.cost_model.program.halo import GATHERED, TRANSPOSED, exchanges, shards_sent
 from autoshard.cost_model.step_time.reshard import Array, Moves, Specs
 from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn, Value
@@ -129,7 +129,10 @@ class Shifts:
         some = np.flatnonzero(mask)
         at, shift, split, mask = at[some], shift[some], split[some], mask[some]
         sent = self._sent[shift, mask]
-        aside, gathered = sent == TRANSPOSED, sent == GATHERED  # along another dimension, or not at all
+        aside, gathered = (
+            sent == TRANSPOSED,
+            sent == GATHERED,
+        )  # along another dimension, or not at all
         row, axis = np.nonzero(split & gathered[:, None])
         want[at[row], axis] = -1
         held = value_bytes[at] // specs.devices[specs.mask(want[at]) | np.where(gathered, 0, mask)]
