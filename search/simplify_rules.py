@@ -34,7 +34,7 @@ class RuleSimplifier:
                 works.append(eqn)
                 values += eqn.outputs
             values += [value for carry in eqn.carries for value in carry]
-        columns = {place.value_column(v) for v in values} | {place.work_column(e) for e in works}
+        columns = {place.value_column(v) for v in values} | {place.factor_column(e) for e in works}
         return np.array(sorted(columns), dtype=np.int64)
 
     def simplify(self, layout: Layout) -> Layout:

@@ -132,7 +132,7 @@ def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
     if FactorKind.PERMUTATION not in rule.kinds or axes.constant[eqn.outputs[0].index]:
         return False
     shifted = {i for i, kind in enumerate(rule.kinds) if kind is FactorKind.PERMUTATION}
-    if any(layout.work(eqn).spec[i] for i in shifted):
+    if any(layout.factor_sharding(eqn).spec[i] for i in shifted):
         return True
     return any(
         layout.fit(value).spec[dim]
@@ -144,7 +144,7 @@ def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
 
 def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     rule = layout.problem.logical_axes.classes.rules[eqn.index]
-    work = layout.work(eqn)
+    work = layout.factor_sharding(eqn)
     exact = eqn.primitive in attention.RULES  # it refuses operands that are split otherwise
     unstated = _unstated(eqn.primitive)
 
@@ -180,7 +180,7 @@ def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
 
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     """A kernel by pieces; None where its work is whole."""
-    rule, work = layout.problem.logical_axes.classes.rules[eqn.index], layout.work(eqn)
+    rule, work = layout.problem.logical_axes.classes.rules[eqn.index], layout.factor_sharding(eqn)
     mesh_axes = layout.problem.mesh_axes
     cut = {
         factor: math.prod(mesh_axes[axis] for axis in axes)

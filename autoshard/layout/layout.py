@@ -65,9 +65,9 @@ class Layout:
             else Fit(pin, frozenset())
         )
 
-    def work(self, eqn: Eqn) -> Fit:
+    def factor_sharding(self, eqn: Eqn) -> Fit:
         """How the loops of an equation are split, and which loops are open."""
-        return self.fit_signature(self.problem.work_signature(eqn))
+        return self.fit_signature(self.problem.factor_signature(eqn))
 
     def input_specs(self) -> tuple[Spec, ...]:
         """Specs of the argument leaves."""

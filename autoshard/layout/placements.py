@@ -123,16 +123,16 @@ class Placements:
             return pinned
         return self._column.get(self.problem.value_signature(value), self.columns - 1)
 
-    def work_column(self, eqn: Eqn) -> int:
+    def factor_column(self, eqn: Eqn) -> int:
         """Column of an equation's loops."""
-        return self._column.get(self.problem.work_signature(eqn), self.columns - 1)
+        return self._column.get(self.problem.factor_signature(eqn), self.columns - 1)
 
     def split_sizes(self, column: int) -> list[int]:
         """Sizes of the dimensions (or loops) of a column that rules may split."""
         able = (self._logical_axes[column] >= 0) & (self._dim_sizes[column] > 1)
         return [int(size) for size in self._dim_sizes[column][able]]
 
-    def factors(self, axis: int, rows: NDArray[np.int8]) -> NDArray[np.int64]:
+    def open_shard_counts(self, axis: int, rows: NDArray[np.int8]) -> NDArray[np.int64]:
         """[rows, columns] into how many pieces the partitioner cuts what a mesh axis leaves OPEN.
 
         A dimension that the mesh axis does not divide is cut as far as it goes where another

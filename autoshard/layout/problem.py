@@ -123,7 +123,7 @@ class Problem:
     signatures: tuple[Signature, ...] = field(init=False, repr=False)
     edge_signatures: tuple[Signature, ...] = field(init=False, repr=False)
     _of_value: tuple[Signature, ...] = field(init=False, repr=False)
-    _of_work: tuple[Signature, ...] = field(init=False, repr=False)
+    _of_factors: tuple[Signature, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         program, inside = self.logical_axes.classes.program, self.groups.optimizer_values
@@ -136,7 +136,7 @@ class Problem:
             )
             for v in program.values
         )
-        of_work = tuple(map(self._signature_of_work, program.eqns))
+        of_work = tuple(map(self._signature_of_factors, program.eqns))
         edges = {of_value[v.index] for v in (*program.body.inputs, *program.body.outputs)}
 
         def split(found: Iterable[Signature]) -> tuple[Signature, ...]:
@@ -145,7 +145,7 @@ class Problem:
             )
 
         object.__setattr__(self, "_of_value", of_value)
-        object.__setattr__(self, "_of_work", of_work)
+        object.__setattr__(self, "_of_factors", of_work)
         object.__setattr__(self, "signatures", split({*of_value, *of_work}))
         object.__setattr__(self, "edge_signatures", split(edges))
 
@@ -158,11 +158,11 @@ class Problem:
         """Signature of a value."""
         return self._of_value[value.index]
 
-    def work_signature(self, eqn: Eqn) -> Signature:
+    def factor_signature(self, eqn: Eqn) -> Signature:
         """Signature of an equation's loops; NEED_REPLICATION loops have no logical axis, so they are never split."""
-        return self._of_work[eqn.index]
+        return self._of_factors[eqn.index]
 
-    def _signature_of_work(self, eqn: Eqn) -> Signature:
+    def _signature_of_factors(self, eqn: Eqn) -> Signature:
         rule = self.logical_axes.classes.rules[eqn.index]
         factors = self.logical_axes.factors(eqn)
         able = (

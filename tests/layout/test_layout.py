@@ -129,7 +129,7 @@ def test_equal_keys_are_equal_layouts_and_nothing_else(
     def effective(layout: Layout) -> Any:
         problem = decoder.problem
         values = [layout.fit(v) for v in problem.program.values]
-        return values, [layout.work(e) for e in problem.program.eqns]
+        return values, [layout.factor_sharding(e) for e in problem.program.eqns]
 
     assert (a.key() == b.key()) == (effective(a) == effective(b))
     assert a.key() != layout_of(decoder, *rules, inside=False).key()
