@@ -1,20 +1,22 @@
-"""Bytes, seconds and lines as people read them, and back."""
+"""Bytes, seconds and errors as people read them, and byte sizes read back from text."""
 
 from __future__ import annotations
 
-import io
 import re
-from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from autoshard.errors import ArgumentError
 
-if TYPE_CHECKING:
-    pass
+BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+"""Bytes of each binary unit, smallest first (IEC 80000-13). `bytes_text` writes these only."""
 
+BYTES_OF_UNIT = {**BINARY_UNITS, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""Bytes of each unit that text may use: binary ones, and the decimal ones of memory vendors (SI)."""
 
-WIDTH = 176
+LINE_LENGTH = 300
+"""Most characters of an error's message on one line; chosen by hand, XLA's first lines may be pages
+long. No test depends on it."""
+
+_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 
 
 def bytes_text(count: float) -> str:
@@ -23,13 +25,11 @@ def bytes_text(count: float) -> str:
     >>> bytes_text(1536), bytes_text(32), bytes_text(3 * 2**30)
     ('1.50 KiB', '32 B', '3.00 GiB')
     """
-    if abs(count) < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        count /= 1024
-        if abs(count) < 1024 or unit == "TiB":
-            break
-    return f"{count:.2f} {unit}"
+    unit = "B"
+    for name, size in BINARY_UNITS.items():
+        if abs(count) >= size:
+            unit = name
+    return f"{count:.0f} B" if unit == "B" else f"{count / BINARY_UNITS[unit]:.2f} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -38,54 +38,50 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(4.2e-5)
     ('12.3 ms', '2.50 s', '42.0 us')
     """
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
-            return (
-                f"{seconds * factor:.3g} {unit}"
-                if unit == "s" and seconds >= 100
-                else f"{_three(seconds * factor)} {unit}"
-            )
-    raise AssertionError
+    if seconds >= 100:
+        return f"{seconds:.3g} s"
+    if seconds >= 1:
+        return f"{_three_digits(seconds)} s"
+    if seconds * 1e3 >= 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds * 1e6)} us"
 
 
-def _three(number: float) -> str:
-    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
-
-
-def render(*parts: object, width: int = WIDTH) -> str:
-    """Plain text of rich renderables."""
-    console = Console(
-        file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False
-    )
-    for part in parts:
-        console.print(part)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return "\n".join(printable(line.rstrip()) for line in file.getvalue().split("\n")).rstrip("\n")
+def _three_digits(number: float) -> str:
+    """At least three significant digits, never an exponent."""
+    if number < 10:
+        return f"{number:.2f}"
+    if number < 100:
+        return f"{number:.1f}"
+    return f"{number:.0f}"
 
 
 def printable(line: str) -> str:
-    """A line without what a terminal would act on: names in tables and programs may be
-    anybody's.
+    """A line without what a terminal would act on: names in tables and programs may be anybody's."""
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def first_line(text: str) -> str:
+    """The first line of a text, "" of an empty one: messages of XLA and of jax go on for pages."""
+    lines = text.strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def one_line(error: BaseException) -> str:
+    r"""Type and first line of an error, for reasons and logs.
+
+    >>> one_line(ValueError("no such axis\nin a call"))
+    'ValueError: no such axis'
     """
-    return (
-        line
-        if line.isprintable()
-        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    )
-
-
-_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
-
-
-_UNITS = {"B": 1, **{f"{u}iB": 2 ** (10 * i) for i, u in enumerate("KMGT", 1)},
-          **{f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}}  # fmt: skip
+    return f"{type(error).__name__}: {first_line(str(error))[:LINE_LENGTH]}"
 
 
 def parse_bytes(size: int | str | None, name: str = "memory_budget_bytes") -> int | None:
     """A number of bytes from an int or text; `name` is the argument that it came by.
 
-    >>> parse_bytes("16GiB"), parse_bytes("1.5 kB".replace("k", "K")), parse_bytes(1024)
+    >>> parse_bytes("16GiB"), parse_bytes("1.5 KB"), parse_bytes(1024)
     (17179869184, 1500, 1024)
 
     Raises:
@@ -98,4 +94,4 @@ def parse_bytes(size: int | str | None, name: str = "memory_budget_bytes") -> in
         raise ArgumentError(
             f"{name}={size!r}; use a positive int, or text such as '16GiB' or '800MB'."
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * BYTES_OF_UNIT[match[2]])

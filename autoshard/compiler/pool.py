@@ -18,8 +18,8 @@ from autoshard.compiler.isolated import Failure, Isolation
 from autoshard.errors import TargetError
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
+from autoshard.text import BINARY_UNITS
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGT]?)"
 _REFUSALS = (
     re.compile(rf"\({_NUMBER}\) exceeds available HBM \({_NUMBER}\)"),
@@ -159,6 +159,10 @@ def read_refusal(message: str) -> Refusal | None:
     """
     for form in _REFUSALS:
         if found := form.search(message):
-            needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-            return Refusal(int(needed), int(available))
+            return Refusal(_bytes_of(found[1], found[2]), _bytes_of(found[3], found[4]))
     return None
+
+
+def _bytes_of(number: str, prefix: str) -> int:
+    """XLA writes binary units by their prefix alone: `15.75G`."""
+    return int(float(number) * BINARY_UNITS[f"{prefix}iB" if prefix else "B"])

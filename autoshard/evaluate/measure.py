@@ -15,6 +15,7 @@ from autoshard.compiler.compile import Compiled
 from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Measured
 from autoshard.processes.process_group import ALONE, Peers
+from autoshard.text import one_line
 
 WARM_UP = 2
 MIN_ROUNDS = 7
@@ -29,9 +30,8 @@ class RunError(Exception):
     """
 
     def __init__(self, name: str, error: BaseException) -> None:
-        text = str(error).strip().splitlines()
         self.name = name
-        self.reason = f"{type(error).__name__}: {text[0][:300] if text else ''}"
+        self.reason = one_line(error)
         super().__init__(f"{name}: {self.reason}")
 
 

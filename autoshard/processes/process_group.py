@@ -25,6 +25,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
+from autoshard.text import first_line, one_line
+
 log = logging.getLogger("autoshard.jobs")
 
 _T = TypeVar("_T")
@@ -409,7 +411,4 @@ class ProcessGroup:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    if isinstance(error, GroupEnded):
-        return text[0]
-    return f"{type(error).__name__}: {text[0][:300] if text else ''}"
+    return first_line(str(error)) if isinstance(error, GroupEnded) else one_line(error)

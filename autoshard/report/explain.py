@@ -26,7 +26,8 @@ from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import shard_count
 from autoshard.report.what_if import logical_axis_of, predictor_for
-from autoshard.text import bytes_text, render, seconds_text
+from autoshard.report.text_table import render
+from autoshard.text import bytes_text, seconds_text
 from autoshard.tracing.program import Value
 from autoshard.tracing.source_lines import source_line
 

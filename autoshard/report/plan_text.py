@@ -14,7 +14,8 @@ from autoshard.evidence.collectives import Collective
 from autoshard.evidence.throughput import Throughput
 from autoshard.table.leaf_patterns import Each, fold
 from autoshard.table.spec_table import SpecTable, candidates_of, spec_text
-from autoshard.text import bytes_text, render, seconds_text
+from autoshard.report.text_table import render
+from autoshard.text import bytes_text, seconds_text
 
 _COMPUTE = {"compiler": "the compiler's own estimate", "predicted": "predicted"}
 

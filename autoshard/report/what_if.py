@@ -30,7 +30,8 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.pins import PinMap, resolve_pins
 from autoshard.layout.problem import Problem, first_fit
 from autoshard.layout.spec import Spec, shard_count, to_partition_spec
-from autoshard.text import bytes_text, render, seconds_text
+from autoshard.report.text_table import render
+from autoshard.text import bytes_text, seconds_text
 from autoshard.tracing.program import Value
 
 MOST_ALTERNATIVES = 64
