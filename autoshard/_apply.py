@@ -24,7 +24,7 @@ from autoshard.errors import (
 from autoshard.evidence.throughput import checked_samples
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
-from autoshard.layout.prepare import Pins, Prepared, Request, make_request, prepare
+from autoshard.layout.prepare import JitOptions, Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
 from autoshard.search.presets import presets
 from autoshard.table.rebind import rebind_table
@@ -85,9 +85,9 @@ def apply(
         RuleError: If the preset or a logical axis does not exist here; the existing ones are named.
     """
     request, call = make_request(
-        fn, example_args, mesh_on(target, mesh), example_kwargs=example_kwargs, static_argnums=static_argnums,
-        static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames, carry=carry,
-        pins=pins, user_constraints=user_constraints,
+        fn, example_args, mesh_on(target, mesh), example_kwargs=example_kwargs, carry=carry, pins=pins,
+        jit=JitOptions(static_argnums, static_argnames, donate_argnums, donate_argnames),
+        user_constraints=user_constraints,
     )  # fmt: skip
     if constraints not in ("anchors", "arguments"):
         raise ArgumentError(f"constraints={constraints!r}; use 'anchors' or 'arguments'.")

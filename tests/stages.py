@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from autoshard.axes.axis_classes import NO_AXIS, AxisClasses, axis_classes
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
-from autoshard.layout.prepare import Prepared, make_request, prepare
+from autoshard.layout.prepare import JitOptions, Prepared, make_request, prepare
 from autoshard.tracing.signature import Call, flatten_call, options_for
 from autoshard.tracing.trace import Traced, trace
 
@@ -48,17 +48,17 @@ def prepared(
     fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh | str, **options: Any
 ) -> Prepared:
     """Everything up to the `Problem`; `options` are those of `optimize`."""
-    unset = (
-        "example_kwargs",
+    jit_names = (
         "static_argnums",
         "static_argnames",
         "donate_argnums",
         "donate_argnames",
-        "carry",
-        "pins",
     )
-    options = {**dict.fromkeys(unset), "user_constraints": "pin", **options}
-    return prepare(*make_request(fn, args, mesh, **options))
+    jit = JitOptions(**{name: options[name] for name in jit_names if name in options})
+    others = {name: value for name, value in options.items() if name not in jit_names}
+    request, call = make_request(fn, args, mesh, jit=jit, **others)
+
+    return prepare(request, call)
 
 
 def layout_of(made: Prepared, *rules: str, inside: bool = True) -> Layout:

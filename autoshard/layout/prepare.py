@@ -1,5 +1,7 @@
-"""From a function and example arguments to a `Problem`: trace, carry, axis classes, logical axes, groups
-and pins.
+"""From a function and example arguments to a `Problem`: the program, its logical axes, its pins.
+
+`make_request` checks and normalises what the user passes; `prepare` traces it. The two are apart
+because a plan called with other shapes prepares its request again.
 """
 
 from __future__ import annotations
@@ -20,28 +22,54 @@ from autoshard.axes.sharding_rules import FactorKind
 from autoshard.errors import ArgumentError, PathError
 from autoshard.layout.constraints import unstated_logical_axes
 from autoshard.layout.mesh import MeshInfo, resolve_mesh
-from autoshard.layout.pins import HasSpecs, Only, PinMap, resolve_pins, user_constraints
+from autoshard.layout.pins import HasSpecs, Only, PinMap, Pinned, resolve_pins, user_constraints
 from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import logical_axis_names, specs_from_names
 from autoshard.tracing.functionalize import FunctionalizedStep, functionalize
 from autoshard.tracing.primitives import KERNELS
-from autoshard.tracing.program import Program
+from autoshard.tracing.program import Eqn, Program
 from autoshard.tracing.signature import Call, CallOptions, flatten_call, options_for
 from autoshard.tracing.source_lines import source_line
 from autoshard.tracing.trace import Traced, effects_of, trace
 
 Pins = PinMap | HasSpecs | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
+CarryPairs = tuple[tuple[int, int], ...]
+"""Pairs (input leaf, output leaf) that are the same array one step later."""
 
 LARGE_CONSTANT_BYTES = 2**20
-"""Captured constants from this size on are worth a word; smaller ones (masks, tables of positions)
-are common."""
+"""Captured constants from this size on get a note; smaller ones (masks, tables of positions) are common.
+
+Chosen by hand; `tests/cases/test_case_arguments.py` pins that 1 MiB is noted and 1 KiB is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class JitOptions:
+    """Static and donated arguments of a function, as `jax.jit` takes them."""
+
+    static_argnums: Any = None
+    static_argnames: Any = None
+    donate_argnums: Any = None
+    donate_argnames: Any = None
+
+    def normalised(self, fn: Callable[..., Any]) -> CallOptions:
+        """The same by position, where the signature of `fn` tells it."""
+        return options_for(
+            fn,
+            static_argnums=self.static_argnums,
+            static_argnames=self.static_argnames,
+            donate_argnums=self.donate_argnums,
+            donate_argnames=self.donate_argnames,
+        )
+
+
+NO_JIT_OPTIONS = JitOptions()
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a person asked for, whatever the shapes: enough to trace again for another signature."""
+    """What the user asked for, whatever the shapes: enough to trace again for another signature."""
 
     fn: Callable[..., Any]
     options: CallOptions
@@ -60,13 +88,13 @@ class Prepared:
         traced: The traced call.
         problem: What stays fixed while candidates vary.
         carry: Pairs (input leaf, output leaf).
-        notes: What a person should know.
+        notes: What the user should know.
     """
 
     request: Request
     traced: Traced
     problem: Problem
-    carry: tuple[tuple[int, int], ...]
+    carry: CarryPairs
     notes: tuple[str, ...]
 
 
@@ -75,14 +103,11 @@ def make_request(
     example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,
     *,
-    example_kwargs: Mapping[str, Any] | None,
-    static_argnums: Any,
-    static_argnames: Any,
-    donate_argnums: Any,
-    donate_argnames: Any,
-    carry: Carry,
-    pins: Pins,
-    user_constraints: str,
+    example_kwargs: Mapping[str, Any] | None = None,
+    jit: JitOptions = NO_JIT_OPTIONS,
+    carry: Carry = None,
+    pins: Pins = None,
+    user_constraints: str = "pin",
 ) -> tuple[Request, Call]:
     """Checks and normalises the arguments of `optimize` and `apply`.
 
@@ -98,72 +123,92 @@ def make_request(
     if not isinstance(example_args, tuple | list):
         raise ArgumentError(
             f"example_args is a {type(example_args).__name__}; pass a tuple of the positional "
-            f"arguments, "
-            f"for one argument (x,)."
+            f"arguments, for one argument (x,)."
         )
     if user_constraints not in ("pin", "ignore"):
         raise ArgumentError(f"user_constraints={user_constraints!r}; use 'pin' or 'ignore'.")
+    own_constraints: UserConstraints = "pin" if user_constraints == "pin" else "ignore"
+
+    kwargs = dict(example_kwargs or {})
     info = resolve_mesh(mesh)
-    options = options_for(
-        fn,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-    )
-    fn = functionalize(fn, example_args, example_kwargs or {}, info.auto)
-    call = flatten_call(fn, tuple(example_args), dict(example_kwargs or {}), options)
-    kept: UserConstraints = "pin" if user_constraints == "pin" else "ignore"
-    return Request(fn, options, info, carry, pins, kept), call
+    options = jit.normalised(fn)
+    fn = functionalize(fn, example_args, kwargs, info.auto)
+    call = flatten_call(fn, tuple(example_args), kwargs, options)
+    return Request(fn, options, info, carry, pins, own_constraints), call
 
 
 def prepare(request: Request, call: Call) -> Prepared:
     """Traces a request and finds its axis classes, logical axes, groups and pins."""
     mesh = request.mesh
-    traced = trace(
-        request.fn, call, mesh.auto, keep_user_constraints=request.user_constraints == "pin"
-    )
+    keep_user_constraints = request.user_constraints == "pin"
+    traced = trace(request.fn, call, mesh.auto, keep_user_constraints=keep_user_constraints)
     program = traced.program
+    carry = _carry_of(request, traced)
+
+    finder = RuleFinder()
+    classes = axis_classes(program, carry, finder.rule_for)
+    groups = find_groups(classes, _state_of(traced, carry))
+    logical_axes = find_logical_axes(classes, logical_axis_names(call))
+    constrained = user_constraints(program, mesh.auto)
+    problem = Problem(
+        logical_axes, groups, mesh.axes, constrained, unstated_logical_axes(logical_axes)
+    )
+    problem = _pinned(request, call, program, carry).over(problem)
+
+    notes = (
+        *_notes_on_request(request, program, carry),
+        *_notes_on_program(program),
+        *finder.notes,
+        *_notes_on_kernels(classes),
+    )
+    return Prepared(request, traced, problem, carry, notes)
+
+
+def _carry_of(request: Request, traced: Traced) -> CarryPairs:
+    """The leaves that are carried: those of the request, and modules that the step changes."""
     carry = resolve_carry(traced, request.carry)
-    if isinstance(request.fn, FunctionalizedStep) and request.carry is None:
-        carry += tuple(
-            pair for pair in resolve_carry(traced, request.fn.carry) if pair not in carry
-        )
+    if not isinstance(request.fn, FunctionalizedStep) or request.carry is not None:
+        return carry
+    changed = resolve_carry(traced, request.fn.carry)
+    return carry + tuple(pair for pair in changed if pair not in carry)
+
+
+def _state_of(traced: Traced, carry: CarryPairs) -> CarryPairs:
+    """What is carried, and what looks carried: whether a leaf is state does not hang on its being
+    donated.
+    """
+    carried = {leaf for leaf, _ in carry}
+    alike = matching_state(traced, donated_only=False)
+    return carry + tuple(pair for pair in alike if pair[0] not in carried)
+
+
+def _pinned(request: Request, call: Call, program: Program, carry: CarryPairs) -> Pinned:
+    pins = request.pins
+    mesh_axes = request.mesh.axes
+    if pins == "metadata":
+        pins = specs_from_names(call, tuple(mesh_axes))
+    return resolve_pins(_pin_map(pins, program.input_paths), program, mesh_axes, carry)
+
+
+def _notes_on_request(request: Request, program: Program, carry: CarryPairs) -> list[str]:
+    """What was decided without being asked for."""
     notes = []
     if request.carry is None and carry:
-        owners = dict.fromkeys(program.input_paths[i].split("/")[0] for i, _ in carry)
+        arguments = dict.fromkeys(program.input_paths[leaf].split("/")[0] for leaf, _ in carry)
         notes.append(
-            f"carry: {', '.join(owners)} (donated, matched by outputs) keep their specs from step "
-            f"to step"
+            f"carry: {', '.join(arguments)} (donated, matched by outputs) keep their specs from "
+            f"step to step"
         )
-    if mesh.explicit_axes:
+    explicit_axes = request.mesh.explicit_axes
+    if explicit_axes:
         notes.append(
-            f"mesh axes {', '.join(mesh.explicit_axes)} are Explicit; the search worked on their "
-            f"Auto version"
+            f"mesh axes {', '.join(explicit_axes)} are Explicit; the search worked on their Auto "
+            f"version"
         )
-    notes += _notes_on(program)
-    state = tuple(carry) + tuple(
-        pair
-        for pair in matching_state(traced, donated_only=False)
-        if pair[0] not in {i for i, _ in carry}
-    )
-    finder = RuleFinder()
-    axes = axis_classes(program, carry, finder.rule_for)
-    notes += [*finder.notes, *_notes_on_kernels(axes)]
-    groups = find_groups(axes, state)
-    pins = user_constraints(program, mesh.auto)
-    asked: Pins = (
-        specs_from_names(call, tuple(mesh.axes)) if request.pins == "metadata" else request.pins
-    )
-    pinned = resolve_pins(_pin_map(asked, program.input_paths), program, mesh.axes, carry)
-    logical_axes = find_logical_axes(axes, logical_axis_names(call))
-    problem = pinned.over(
-        Problem(logical_axes, groups, mesh.axes, pins, unstated_logical_axes(logical_axes))
-    )
-    return Prepared(request, traced, problem, carry, tuple(notes))
+    return notes
 
 
-def _notes_on(program: Program) -> list[str]:
+def _notes_on_program(program: Program) -> list[str]:
     """What the program does or holds that its arguments do not show."""
     notes = []
     effects = Counter(eqn.primitive for eqn in effects_of(program))
@@ -173,45 +218,48 @@ def _notes_on(program: Program) -> list[str]:
             f"side effects ({listed}): they happen whenever a candidate is verified or measured, "
             f"and when it runs"
         )
-    large = [v for v in program.captured() if v.bytes >= LARGE_CONSTANT_BYTES]
+    large = [value for value in program.captured() if value.bytes >= LARGE_CONSTANT_BYTES]
     if large:
-        listed = ", ".join(f"{v.dtype}{list(v.shape)}" for v in large[:3])
+        listed = ", ".join(f"{value.dtype}{list(value.shape)}" for value in large[:3])
         notes.append(
-            f"{sum(v.bytes for v in large)} bytes of captured constants ({listed}) are whole on "
-            f"every device; "
-            f"pass them as arguments and they can be sharded"
+            f"{sum(value.bytes for value in large)} bytes of captured constants ({listed}) are "
+            f"whole on every device; pass them as arguments and they can be sharded"
         )
     return notes
 
 
 def _notes_on_kernels(classes: AxisClasses) -> list[str]:
-    """For each kernel of the program whether it can be run by pieces."""
-    notes = {}
+    """For each kernel of the program whether it can be put into a shard_map."""
+    # By source line: a kernel that several equations call is noted once.
+    notes: dict[str, str] = {}
     for eqn in classes.program.eqns:
         if eqn.primitive not in KERNELS:
             continue
-        where = f"{eqn.primitive} ({source_line(eqn)})"
-        if any(kind is not FactorKind.NEED_REPLICATION for kind in classes.rules[eqn.index].kinds):
-            shown = (
-                "its grid and index maps show"
-                if eqn.primitive == "pallas_call"
-                else "running it on small arrays shows"
-            )
-            notes[where] = (
-                f"{where} is put into a shard_map where a layout splits its work: {shown} where it "
-                f"can be cut"
-            )
+        kernel = f"{eqn.primitive} ({source_line(eqn)})"
+        kinds = classes.rules[eqn.index].kinds
+        if any(kind is not FactorKind.NEED_REPLICATION for kind in kinds):
+            notes[kernel] = f"{kernel} {_how_it_is_cut(eqn)}"
         elif not eqn.params.get("interpret"):
-            notes[where] = (
-                f"WARNING: {where} is opaque: its operands are gathered and every device runs all "
-                f"of it. Wrap it in "
-                f"jax.shard_map over its batch or heads dimensions"
-            )
-            if eqn.primitive == "pallas_call" and eqn.params["grid_mapping"].scratch_avals:
-                notes[where] += (
-                    ", or declare the axes of its grid that share no scratch memory 'parallel'"
-                )
+            notes[kernel] = f"WARNING: {kernel} {_why_it_is_whole(eqn)}"
     return list(notes.values())
+
+
+def _how_it_is_cut(kernel: Eqn) -> str:
+    if kernel.primitive == "pallas_call":
+        proof = "its grid and index maps show"
+    else:
+        proof = "running it on small arrays shows"
+    return f"is put into a shard_map where a layout shards it: {proof} where it can be cut"
+
+
+def _why_it_is_whole(kernel: Eqn) -> str:
+    note = (
+        "is opaque: its operands are gathered and every device runs all of it. Wrap it in "
+        "jax.shard_map over its batch or heads dimensions"
+    )
+    if kernel.primitive == "pallas_call" and kernel.params["grid_mapping"].scratch_avals:
+        note += ", or declare the axes of its grid that share no scratch memory 'parallel'"
+    return note
 
 
 def _pin_map(pins: Pins, paths: Sequence[str]) -> PinMap:
@@ -219,28 +267,31 @@ def _pin_map(pins: Pins, paths: Sequence[str]) -> PinMap:
     if pins is None:
         return {}
     if isinstance(pins, HasSpecs):
-        specs = pins.specs
-        shared: dict[str | re.Pattern[str], PartitionSpec | Only] = {
-            path: spec for path, spec in specs.items() if path in set(paths)
-        }
-        if not shared:
-            raise PathError(
-                f"pins is a {type(pins).__name__} with leaves {', '.join(list(specs)[:3])}, ..., "
-                f"none of which this "
-                f"function has ({', '.join(list(paths)[:3])}, ...). Name the parameters alike, or "
-                f"pass a mapping."
-            )
-        return shared
+        return _shared_specs(pins, paths)
     if not isinstance(pins, Mapping):
         raise ArgumentError(
             f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs."
         )
-    given: Mapping[Any, Any] = pins
-    for key, spec in given.items():
-        if not isinstance(key, str | re.Pattern) or not isinstance(spec, PartitionSpec | Only):
+    # The annotation is what the user should have passed, not what they passed.
+    unchecked: Mapping[Any, Any] = pins
+    for key, pin in unchecked.items():
+        if not isinstance(key, str | re.Pattern) or not isinstance(pin, PartitionSpec | Only):
             raise ArgumentError(
-                f"pins[{key!r}] = {spec!r}; keys are leaf paths or re.compile(...), values "
-                f"jax.sharding.PartitionSpec "
-                f"or autoshard.Only."
+                f"pins[{key!r}] = {pin!r}; keys are leaf paths or re.compile(...), values "
+                f"jax.sharding.PartitionSpec or autoshard.Only."
             )
     return pins
+
+
+def _shared_specs(source: HasSpecs, paths: Sequence[str]) -> PinMap:
+    specs = source.specs
+    shared: dict[str | re.Pattern[str], PartitionSpec | Only] = {
+        path: spec for path, spec in specs.items() if path in set(paths)
+    }
+    if not shared:
+        raise PathError(
+            f"pins is a {type(source).__name__} with leaves {', '.join(list(specs)[:3])}, ..., "
+            f"none of which this function has ({', '.join(list(paths)[:3])}, ...). Name the "
+            f"parameters alike, or pass a mapping."
+        )
+    return shared

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from autoshard.errors import MeshError, RuleError, SpecError, TableError
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.pins import canonical_spec
-from autoshard.layout.prepare import Prepared, make_request, prepare
+from autoshard.layout.prepare import JitOptions, Prepared, make_request, prepare
 from autoshard.table.from_plan import primitives_of
 from autoshard.table.leaf_patterns import fold
 from autoshard.table.rebind import leaf_changes, rebind_table, unlike
@@ -87,10 +87,10 @@ def check(
         AutoshardError: For arguments that are not of the documented form.
     """
     loaded = table if isinstance(table, SpecTable) else SpecTable.load(table)
-    given: dict[str, Any] = dict.fromkeys(_OPTIONS) | {"user_constraints": "pin"}
-    given |= {name: value for name, value in options.items() if name in _OPTIONS}
+    jit = JitOptions(**{name: options[name] for name in _JIT_OPTIONS if name in options})
+    others: dict[str, Any] = {name: options[name] for name in _OPTIONS if name in options}
     request, call = make_request(
-        fn, example_args, mesh_of(loaded) if mesh is None else mesh, **given
+        fn, example_args, mesh_of(loaded) if mesh is None else mesh, jit=jit, **others
     )
     prepared = prepare(request, call)
     found = [
@@ -104,10 +104,8 @@ def check(
     return tuple(sorted(found, key=lambda f: not f.fatal))
 
 
-_OPTIONS = (
-    "example_kwargs", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "carry", "pins",
-    "user_constraints",
-)  # fmt: skip
+_JIT_OPTIONS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+_OPTIONS = ("example_kwargs", "carry", "pins", "user_constraints")
 
 
 def mesh_of(table: SpecTable) -> Mesh:
