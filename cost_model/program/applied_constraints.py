@@ -1,9 +1,9 @@
-"""Values that are made as their anchors read them, instead of in their own spec.
+"""Constraints that the partitioner applies to the producer of a value.
 
 Where all constraints on a value say the same, every dimension of it, and nothing else states its
-spec, the partitioner takes the constraint for the value itself. What makes it is split as most of
-its operands and the result are (constants are whole): `where(mask, x, 0)` of two split arrays that
-a contraction reads whole is made of two gathers, `x * y` of one.
+spec, the partitioner takes the constraint for the value itself. Its producer is then split as most
+of its operands and the result are (constants are whole): `where(mask, x, 0)` of two split arrays
+that a contraction reads whole is computed from two gathers, `x * y` from one.
 
 Reference:
     Shardy, `sdy-apply-sharding-constraints`: the sharding of a constraint goes to its input if the
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,86 +28,164 @@ from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Eqn, Value
 
 Array = NDArray[np.int64]
-Placed = NDArray[np.int8]
-Readers = tuple[tuple[Eqn, tuple[int, ...]], ...]
-AppliedConstraints = Mapping[int, Readers]
+Mask = NDArray[np.bool_]
+Index = NDArray[np.int32]
+"""[n, mesh axes + 1] rows of `Placements` of n layouts."""
+Dims = NDArray[np.int8]
+"""[n, mesh axes] the dimension, or the factor, that each mesh axis splits; negative for none."""
+
+_UNSPLITTABLE = {FactorKind.REDUCTION, FactorKind.NEED_REPLICATION}
+"""With such a factor a producer cannot be split just as its result is."""
+
+
+class Reader(NamedTuple):
+    """An equation that reads a value.
+
+    Attributes:
+        eqn: The equation.
+        factors: The factor of each dimension of the value.
+    """
+
+    eqn: Eqn
+    factors: tuple[int, ...]
+
+
+AppliedConstraints = Mapping[int, tuple[Reader, ...]]
+"""By `Value.index`, the anchors that constrain a value which has no other spec, one of each kind.
+The partitioner applies the constraint to the producer where they agree."""
 
 
 def find_applied_constraints(problem: Problem) -> AppliedConstraints:
-    """By `Value.index`, the anchors that read it (one of each kind) with the loops of its
-    dimensions.
-    """
-    axes = problem.logical_axes.classes
-    stated: set[int] = set(problem.pins)
-    made: set[int] = set()
-    readers: dict[int, dict[object, tuple[Eqn, tuple[int, ...]]]] = {}
+    """The constraints of a problem that may be applied to producers."""
+    computed, stated = _computed_values(problem), _stated_values(problem)
+    applied = {}
+    for index, readers in _anchors_of_values(problem).items():
+        if index in computed and index not in stated:
+            applied[index] = readers
+    return applied
+
+
+def _computed_values(problem: Problem) -> set[int]:
+    """By `Value.index`, results that depend on arguments and whose producer states nothing."""
+    constant = problem.logical_axes.classes.constant
+    computed: set[int] = set()
     for eqn in problem.program.eqns:
-        stated |= {out.index for _, out in eqn.carries}
-        if not eqn.bodies and eqn.primitive not in ANCHORS | CUT_KERNELS:
-            made |= {out.index for out in eqn.outputs if not axes.constant[out.index]}
+        if eqn.bodies or eqn.primitive in ANCHORS or eqn.primitive in CUT_KERNELS:
+            continue
+        computed.update(out.index for out in eqn.outputs if not constant[out.index])
+    return computed
+
+
+def _stated_values(problem: Problem) -> set[int]:
+    """By `Value.index`, pins, loop carries, and operands of which an anchor leaves a part open."""
+    rules = problem.logical_axes.classes.rules
+    stated = set(problem.pins)
+    for eqn in problem.program.eqns:
+        stated.update(out.index for _, out in eqn.carries)
+        if eqn.primitive in ANCHORS:
+            rule = rules[eqn.index]
+            for value, factors in zip(eqn.inputs, rule.operands, strict=True):
+                if leaves_open(eqn.primitive, rule, factors):
+                    stated.add(value.index)
+    return stated
+
+
+def _anchors_of_values(problem: Problem) -> dict[int, tuple[Reader, ...]]:
+    """By `Value.index`, the anchors that read it, one of each kind, in a stable order."""
+    rules = problem.logical_axes.classes.rules
+    by_kind: dict[int, dict[object, Reader]] = {}
+    for eqn in problem.program.eqns:
         if eqn.primitive not in ANCHORS:
             continue
-        rule = axes.rules[eqn.index]
-        for value, factors in zip(eqn.inputs, rule.operands, strict=True):
-            if leaves_open(eqn.primitive, rule, factors):
-                stated.add(value.index)
-            elif value.shape and not value.literal and value.bytes:
-                key = (problem.factor_signature(eqn), factors)
-                readers.setdefault(value.index, {}).setdefault(key, (eqn, factors))
+        for value, factors in zip(eqn.inputs, rules[eqn.index].operands, strict=True):
+            if value.shape and not value.literal and value.bytes:
+                kind = (problem.factor_signature(eqn), factors)
+                by_kind.setdefault(value.index, {}).setdefault(kind, Reader(eqn, factors))
     return {
-        index: tuple(found[key] for key in sorted(found, key=repr))
-        for index, found in readers.items()
-        if index in made and index not in stated
+        index: tuple(readers[kind] for kind in sorted(readers, key=repr))
+        for index, readers in by_kind.items()
     }
 
 
-def makers(problem: Problem, applied: AppliedConstraints) -> Mapping[int, Value]:
-    """By `Eqn.index`, the result of it that is born, where the work can be split as the result
-    is.
-    """
+def _producers(problem: Problem, applied: AppliedConstraints) -> dict[int, Value]:
+    """By `Eqn.index` of a producer that can be split as its result is, that result."""
     rules = problem.logical_axes.classes.rules
-    return {
-        eqn.index: eqn.outputs[0]
-        for eqn in problem.program.eqns
-        if len(eqn.outputs) == 1
-        and eqn.outputs[0].index in applied
-        and not {FactorKind.REDUCTION, FactorKind.NEED_REPLICATION} & {*rules[eqn.index].kinds}
-    }
+    results = {}
+    for eqn in problem.program.eqns:
+        if len(eqn.outputs) != 1 or eqn.outputs[0].index not in applied:
+            continue
+        if _UNSPLITTABLE.isdisjoint(rules[eqn.index].kinds):
+            results[eqn.index] = eqn.outputs[0]
+    return results
+
+
+class Assignment(NamedTuple):
+    """Where the mesh axes go in n columns.
+
+    Attributes:
+        dims: [n, mesh axes] the dimension, or the factor, that each mesh axis splits; negative for
+            none.
+        order: [n] which of `Placements.orders` says who is major where two share a dimension.
+    """
+
+    dims: Dims
+    order: NDArray[np.int8]
+
+
+class _Constraint(NamedTuple):
+    """What an anchor says of a value that it reads.
+
+    Attributes:
+        column: Column of the factors of the anchor.
+        dim_of_factor: The dimension of the value over which each factor runs, -1 for none; the last
+            entry is that of no factor.
+        shifted: Dimensions that the anchor shifts. Where it splits one of them otherwise than the
+            value is, the value is stated in its own spec.
+    """
+
+    column: int
+    dim_of_factor: tuple[int, ...]
+    shifted: frozenset[int]
+
+
+class _Voter(NamedTuple):
+    """An operand of a producer: its column, and the factor of each dimension."""
+
+    column: int
+    factors: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Alias:
-    """A column that follows others.
+class _AppliedColumn:
+    """A column that follows constraints: that of a value, or of the factors of its producer.
 
     Attributes:
-        own: Its column of the placements, where the readers disagree.
+        fallback: The column of the placements that holds where the constraints disagree.
         value: The column of the value.
-        readers: For each reader the column of its work, the dimension of each loop, and the
-            dimensions that it shifts: where its work splits those otherwise than the value is, the
-            value itself is stated.
+        constraints: Of the anchors that read the value.
         sizes: Of the dimensions of the value.
-        then: By dimension of the value, what is split then: itself, or the loop of the equation
-            that makes it.
-        voters: For the equation that makes it: for each operand its column, and the loop of each
-            dimension.
-        whole: How many of its operands are constants.
-        cut: Dimensions that what makes the value shifts: where the value is split there, it is
-            stated itself.
+        targets: By dimension of the value, what is split where the constraint splits it: that
+            dimension, or the factor of the producer.
+        voters: For a producer, its operands that are no constants.
+        constants: For a producer, how many of its operands are constants.
+        shifted: Dimensions that the producer shifts: where the value is split there, it is stated
+            in its own spec.
     """
 
-    own: int
+    fallback: int
     value: int
-    readers: tuple[tuple[int, tuple[int, ...], frozenset[int]], ...]
+    constraints: tuple[_Constraint, ...]
     sizes: tuple[int, ...]
-    then: tuple[int, ...]
-    voters: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    whole: int = 0
-    cut: frozenset[int] = frozenset()
+    targets: tuple[int, ...]
+    voters: tuple[_Voter, ...] = ()
+    constants: int = 0
+    shifted: frozenset[int] = frozenset()
 
 
 class AppliedColumns:
-    """Columns of values and works; those of born values and their makers are numbered on after the
-    placements' own.
+    """Columns of values and of factors under applied constraints.
+
+    Those that follow a constraint are numbered on after the placements' own columns.
     """
 
     def __init__(
@@ -116,214 +195,264 @@ class AppliedColumns:
         applied: AppliedConstraints,
         max_factors: int,
     ) -> None:
+        """Prepares the columns.
+
+        Args:
+            problem: The problem.
+            placements: Its placements.
+            applied: Its applied constraints.
+            max_factors: Most factors that any equation has.
+        """
+        classes = problem.logical_axes.classes
         self._placements = placements
-        self._applied, self._makers = applied, makers(problem, applied)
-        self._rules = problem.logical_axes.classes.rules
-        self._constant = problem.logical_axes.classes.constant
-        self._cut = {
-            value.index: closed_dims(eqn.primitive, self._rules[eqn.index], factors)
-            for eqn in problem.program.eqns
-            if eqn.primitive in SHIFTS
-            for value, factors in zip(eqn.outputs, self._rules[eqn.index].results, strict=True)
-        }
+        self._applied = applied
+        self._results = _producers(problem, applied)
+        self._rules, self._constant = classes.rules, classes.constant
         self._max_factors = max_factors
         self._max_rank = max((len(v.shape) for v in problem.program.values), default=0)
-        self._numbers: dict[_Alias, int] = {}
-        self._arrays: _Tables | None = None
+        self._shifted_by_producer: dict[int, frozenset[int]] = {}
+        for eqn in problem.program.eqns:
+            if eqn.primitive in SHIFTS:
+                rule = self._rules[eqn.index]
+                for value, factors in zip(eqn.outputs, rule.results, strict=True):
+                    shifted = closed_dims(eqn.primitive, rule, factors)
+                    self._shifted_by_producer[value.index] = shifted
+        self._numbers: dict[_AppliedColumn, int] = {}
+        self._padded: _Tables | None = None  # built when first used after the last new column
 
     def of_value(self, value: Value) -> int:
         """Column of a value."""
         own = self._placements.value_column(value)
-        readers = self._applied.get(value.index)
-        return (
-            own
-            if readers is None
-            else self._number(own, readers, value, tuple(range(len(value.shape))))
-        )
+        if value.index not in self._applied:
+            return own
+        return self._number(value, own, targets=tuple(range(len(value.shape))))
 
     def of_eqn(self, eqn: Eqn) -> int:
-        """Column of an equation's loops."""
+        """Column of an equation's factors."""
         own = self._placements.factor_column(eqn)
-        value = self._makers.get(eqn.index)
-        if value is None:
+        result = self._results.get(eqn.index)
+        if result is None:
             return own
-        rule, voters, whole = self._rules[eqn.index], [], 0
+        rule = self._rules[eqn.index]
+        voters, constants = [], 0
         for operand, factors in zip(eqn.inputs, rule.operands, strict=True):
             if self._constant[operand.index]:
-                whole += 1
+                constants += 1
             elif operand.shape:
-                voters.append((self._placements.value_column(operand), factors))
-        return self._number(
-            own, self._applied[value.index], value, rule.results[0], tuple(voters), whole
-        )
-
-    def _number(
-        self,
-        own: int,
-        readers: Readers,
-        value: Value,
-        then: tuple[int, ...],
-        voters: tuple[tuple[int, tuple[int, ...]], ...] = (),
-        whole: int = 0,
-    ) -> int:
-        found = []
-        for eqn, factors in readers:
-            dim_of_factor = [-1] * (self._max_factors + 1)
-            for dim in reversed(range(len(factors))):
-                dim_of_factor[factors[dim]] = dim
-            shifted = closed_dims(eqn.primitive, self._rules[eqn.index], factors)
-            found.append((self._placements.factor_column(eqn), tuple(dim_of_factor), shifted))
-        column, cut = self._placements.value_column(value), self._cut.get(value.index, frozenset())
-        alias = _Alias(own, column, tuple(found), value.shape, then, voters, whole, cut)
-        self._arrays = None
-        return self._numbers.setdefault(alias, self._placements.columns + len(self._numbers))
+                voters.append(_Voter(self._placements.value_column(operand), factors))
+        return self._number(result, own, rule.results[0], tuple(voters), constants)
 
     def bases(self, column: int) -> tuple[int, ...]:
         """The columns of the placements on which one depends."""
         if column < self._placements.columns:
             return (column,)
-        alias = list(self._numbers)[column - self._placements.columns]
+        applied = list(self._numbers)[column - self._placements.columns]
         return (
-            alias.own,
-            *(work for work, _, _ in alias.readers),
-            *(operand for operand, _ in alias.voters),
+            applied.fallback,
+            *(constraint.column for constraint in applied.constraints),
+            *(voter.column for voter in applied.voters),
         )
 
-    def assignment(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, NDArray[np.int8]]:
-        """[n, axes] dimensions, and [n] orders, of one column for each entry."""
-        alias = columns - self._placements.columns
-        following = np.flatnonzero(alias >= 0)
-        if not len(following):
-            return self._base(at, columns)
-        tables = self._tables()
+    def assignment(self, index: Index, columns: Array) -> Assignment:
+        """What layouts say of one column each.
+
+        Args:
+            index: [n, mesh axes + 1] rows of `Placements`.
+            columns: [n] columns.
+        """
+        number = columns - self._placements.columns  # [n]: negative for columns of the placements
+        applied = np.flatnonzero(number >= 0)
+        if not len(applied):
+            return self._placed(index, columns)
+        tables, number = self._tables(), number[applied]
         columns = columns.copy()
-        columns[following] = tables.own[alias[following]]
-        placed, order = self._base(at, columns)
-        alias, at = alias[following], at[following]
-        target, target_order, agreed = self._agreed(tables, alias, at, tables.value[alias])
-        split = np.take_along_axis(
-            tables.then[alias], target.astype(np.int64), axis=1
-        )  # the last is that of -1
-        agreed &= self._won(tables, alias, at, split, placed[following])
-        placed[following] = np.where(agreed[:, None], split, placed[following])
-        order[following] = np.where(agreed, target_order, order[following])
-        return placed, order
+        columns[applied] = tables.fallback[number]
+        dims, order = self._placed(index, columns)
 
-    def _agreed(
-        self, tables: _Tables, alias: Array, at: NDArray[np.int32], value: Array
-    ) -> tuple[Placed, Placed, NDArray[np.bool_]]:
-        """The spec that the first reader wants, its order, and whether all want it, closed, and it
-        fits.
+        constraint, agreed = self._agreed(tables, number, index[applied])
+        # [applied, mesh axes]: dimension or factor that is split where the constraint is applied
+        split = _look_up(tables.targets[number], constraint.dims)
+        agreed &= self._wins_vote(tables, number, index[applied], (split, dims[applied]))
+        dims[applied] = np.where(agreed[:, None], split, dims[applied])
+        order[applied] = np.where(agreed, constraint.order, order[applied])
+        return Assignment(dims, order)
+
+    def _number(
+        self,
+        value: Value,
+        fallback: int,
+        targets: tuple[int, ...],
+        voters: tuple[_Voter, ...] = (),
+        constants: int = 0,
+    ) -> int:
+        """The number of the column that follows the constraints on a value."""
+        column = _AppliedColumn(
+            fallback=fallback,
+            value=self._placements.value_column(value),
+            constraints=tuple(map(self._constraint, self._applied[value.index])),
+            sizes=value.shape,
+            targets=targets,
+            voters=voters,
+            constants=constants,
+            shifted=self._shifted_by_producer.get(value.index, frozenset()),
+        )
+        self._padded = None
+        return self._numbers.setdefault(column, self._placements.columns + len(self._numbers))
+
+    def _constraint(self, reader: Reader) -> _Constraint:
+        eqn, factors = reader
+        dim_of_factor = [-1] * (self._max_factors + 1)
+        for dim in reversed(range(len(factors))):  # the first of two dimensions of one factor
+            dim_of_factor[factors[dim]] = dim
+        shifted = closed_dims(eqn.primitive, self._rules[eqn.index], factors)
+        return _Constraint(self._placements.factor_column(eqn), tuple(dim_of_factor), shifted)
+
+    def _agreed(self, tables: _Tables, number: Array, index: Index) -> tuple[Assignment, Mask]:
+        """What the first anchor says of each value, and [n] whether the partitioner applies it.
+
+        It does where all anchors say the same, closed, and the mesh axes divide the dimensions.
         """
-        agreed = np.ones(len(alias), dtype=bool)
-        target, target_order = np.zeros((0, 0), dtype=np.int8), np.zeros(0, dtype=np.int8)
-        own, own_order = self._base(at, value)
-        cut = np.take_along_axis(tables.cut[alias], own.astype(np.int64), axis=1)
-        for r in range(tables.works.shape[1]):
-            there = tables.works[alias, r] >= 0
-            work, work_order = self._base(at, np.maximum(tables.works[alias, r], 0))
-            factors = np.where(work >= 0, work, -1).astype(np.int64)
-            spec = np.take_along_axis(tables.dims[alias, r], factors, axis=1)
-            shifted = [
-                np.take_along_axis(tables.shifted[alias, r], s.astype(np.int64), axis=1)
-                for s in (spec, own)
-            ]
-            stated = ((spec != own) & (shifted[0] | shifted[1] | cut)).any(axis=1)
-            spec = np.where(stated[:, None], own, spec)
-            work_order = np.where(stated, own_order, work_order)
-            if r == 0:
-                target, target_order = spec, work_order
-            same = (
-                (spec == target).all(axis=1)
-                & (work_order == target_order)
-                & (work != OPEN).all(axis=1)
-            )
-            agreed &= ~there | same
-        pieces = np.ones((len(alias), tables.sizes.shape[1]), dtype=np.int64)
+        own = self._placed(index, tables.value[number])
+        first, agreed = self._constrained(tables, 0, number, index, own)
+        for position in range(1, tables.constraint.shape[1]):
+            exists = tables.constraint[number, position] >= 0  # [n]
+            other, closed = self._constrained(tables, position, number, index, own)
+            same = (other.dims == first.dims).all(axis=1) & (other.order == first.order)
+            agreed &= ~exists | (same & closed)
+        agreed &= self._divides(tables.sizes[number], first.dims)
+        return first, agreed
+
+    def _constrained(
+        self, tables: _Tables, position: int, number: Array, index: Index, own: Assignment
+    ) -> tuple[Assignment, Mask]:
+        """What the anchors at one position say of their values, and [n] whether it is closed."""
+        column = np.maximum(tables.constraint[number, position], 0)
+        factors, order = self._placed(index, column)
+        dims = _look_up(tables.dim_of_factor[number, position], np.maximum(factors, -1))
+        by_anchor = tables.shifted_by_anchor[number, position]  # [n, dimensions + 1]
+        by_producer = tables.shifted_by_producer[number]
+        shifted = (  # [n, mesh axes]: where such a split differs, the value is in its own spec
+            _look_up(by_anchor, dims)
+            | _look_up(by_anchor, own.dims)
+            | _look_up(by_producer, own.dims)
+        )
+        in_own_spec = ((dims != own.dims) & shifted).any(axis=1)
+        dims = np.where(in_own_spec[:, None], own.dims, dims)
+        order = np.where(in_own_spec, own.order, order)
+        return Assignment(dims, order), (factors != OPEN).all(axis=1)
+
+    def _divides(self, sizes: Array, dims: Dims) -> Mask:
+        """[n] whether the mesh axes of each dimension divide its size together."""
+        shard_counts = np.ones_like(sizes)  # [n, dimensions]
         for axis, size in enumerate(self._placements.sizes):
-            some = np.flatnonzero(target[:, axis] >= 0)
-            pieces[some, target[some, axis]] *= size
-        agreed &= (tables.sizes[alias] % pieces == 0).all(axis=1)
-        return target, target_order, agreed
+            split = np.flatnonzero(dims[:, axis] >= 0)
+            shard_counts[split, dims[split, axis]] *= size
+        return np.asarray((sizes % shard_counts == 0).all(axis=1))
 
-    def _won(
-        self, tables: _Tables, alias: Array, at: NDArray[np.int32], split: Placed, work: Placed
-    ) -> NDArray[np.bool_]:
-        """Whether at least as many operands and results are split as the born result is as are
-        split as the work is.
+    def _wins_vote(
+        self, tables: _Tables, number: Array, index: Index, sides: tuple[Dims, Dims]
+    ) -> Mask:
+        """[n] whether the applied constraint has as many votes as the producer's own split.
+
+        Args:
+            tables: The columns.
+            number: [n] which column.
+            index: [n, mesh axes + 1] the layouts.
+            sides: [n, mesh axes] factors that the applied constraint splits, and those that are
+                split without it.
         """
-        votes = 1 + tables.whole[alias]
-        for v in range(tables.voters.shape[1]):
-            there = tables.voters[alias, v] >= 0
-            spec, _ = self._base(at, np.maximum(tables.voters[alias, v], 0))
-            factors = tables.factors[alias, v]
-            spec = np.take_along_axis(
-                factors, np.where(spec >= 0, spec, -1).astype(np.int64), axis=1
-            )
-            for born, sign in ((split, 1), (work, -1)):
-                mine = (factors[:, None, :] == born[:, :, None]).any(axis=2) & (
-                    born >= 0
-                )  # of its own dimensions
-                votes += sign * (there & (np.where(mine, born, -1) == spec).all(axis=1))
-        return votes >= 0
+        votes = 1 + tables.constants[number]  # the result; constants are split as they are needed
+        for position in range(tables.voter.shape[1]):
+            exists = tables.voter[number, position] >= 0  # [n]
+            operand, _ = self._placed(index, np.maximum(tables.voter[number, position], 0))
+            factors = tables.voter_factors[number, position]  # [n, dimensions + 1]
+            split = _look_up(factors, np.maximum(operand, -1))  # [n, mesh axes]: factors
+            for side, vote in zip(sides, (1, -1), strict=True):
+                has_factor = (factors[:, None, :] == side[:, :, None]).any(axis=2)
+                wanted = np.where(has_factor & (side >= 0), side, -1)
+                votes += vote * (exists & (wanted == split).all(axis=1))
+        return np.asarray(votes >= 0)
 
-    def _base(self, at: NDArray[np.int32], columns: Array) -> tuple[Placed, NDArray[np.int8]]:
-        rows = self._placements.rows
-        dims = [rows[a].array[at[:, a], columns] for a in range(len(rows) - 1)]
-        placed = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), dtype=np.int8)
-        return placed, rows[-1].array[at[:, -1], columns]
+    def _placed(self, index: Index, columns: Array) -> Assignment:
+        """What the rows of the placements say of [n] columns of theirs."""
+        *axes, orders = self._placements.rows
+        dims = np.zeros((len(index), len(axes)), dtype=np.int8)
+        for axis, rows in enumerate(axes):
+            dims[:, axis] = rows.array[index[:, axis], columns]
+        return Assignment(dims, orders.array[index[:, -1], columns])
 
     def _tables(self) -> _Tables:
-        if self._arrays is None:
-            self._arrays = _Tables.of(list(self._numbers), self._max_factors, self._max_rank)
-        return self._arrays
+        if self._padded is None:
+            self._padded = _Tables.of(list(self._numbers), self._max_factors, self._max_rank)
+        return self._padded
+
+
+def _look_up(table: NDArray[Any], dims: Dims) -> NDArray[Any]:
+    """[n, mesh axes] entries of [n, width] tables; -1 looks up the last, which is that of none."""
+    return np.take_along_axis(table, dims.astype(np.int64), axis=1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Tables:
-    """Aliases as arrays, one row each, padded with -1; the last loop or dimension is that of
-    nothing.
+    """Applied columns as arrays, padded with -1; the last entry of an axis `+ 1` is that of none.
+
+    Attributes:
+        fallback: [columns] column of the placements.
+        value: [columns] column of the value.
+        constraint: [columns, anchors] column of the anchor's factors.
+        dim_of_factor: [columns, anchors, factors + 1] dimensions of the value.
+        shifted_by_anchor: [columns, anchors, dimensions + 1] True where the anchor shifts it.
+        shifted_by_producer: [columns, dimensions + 1] True where the producer shifts it.
+        sizes: [columns, dimensions] sizes of the value, 0 beyond its rank.
+        targets: [columns, dimensions + 1] dimension or factor that is split.
+        voter: [columns, operands] column of the operand.
+        voter_factors: [columns, operands, dimensions + 1] factor of each dimension.
+        constants: [columns] number of constant operands.
     """
 
-    own: Array
+    fallback: Array
     value: Array
-    works: Array
-    dims: Placed
-    shifted: NDArray[np.bool_]
+    constraint: Array
+    dim_of_factor: NDArray[np.int8]
+    shifted_by_anchor: Mask
+    shifted_by_producer: Mask
     sizes: Array
-    then: Placed
-    voters: Array
-    factors: Placed
-    whole: Array
-    cut: NDArray[np.bool_]
+    targets: NDArray[np.int8]
+    voter: Array
+    voter_factors: NDArray[np.int8]
+    constants: Array
 
     @classmethod
-    def of(cls, aliases: Sequence[_Alias], max_factors: int, max_rank: int) -> _Tables:
-        """The arrays of aliases, in order."""
-        count = len(aliases)
-        readers = max(len(alias.readers) for alias in aliases)
-        voters = max(len(alias.voters) for alias in aliases)
+    def of(cls, columns: Sequence[_AppliedColumn], max_factors: int, max_rank: int) -> _Tables:
+        """The arrays of columns, in order."""
+        count = len(columns)
+        anchors = max(len(column.constraints) for column in columns)
+        voters = max(len(column.voters) for column in columns)
         tables = cls(
-            own=np.array([alias.own for alias in aliases], dtype=np.int64),
-            value=np.array([alias.value for alias in aliases], dtype=np.int64),
-            works=np.full((count, readers), -1, dtype=np.int64),
-            dims=np.full((count, readers, max_factors + 1), -1, dtype=np.int8),
-            shifted=np.zeros((count, readers, max_rank + 1), dtype=bool),
+            fallback=np.array([column.fallback for column in columns], dtype=np.int64),
+            value=np.array([column.value for column in columns], dtype=np.int64),
+            constraint=np.full((count, anchors), -1, dtype=np.int64),
+            dim_of_factor=np.full((count, anchors, max_factors + 1), -1, dtype=np.int8),
+            shifted_by_anchor=np.zeros((count, anchors, max_rank + 1), dtype=bool),
+            shifted_by_producer=np.zeros((count, max_rank + 1), dtype=bool),
             sizes=np.zeros((count, max_rank), dtype=np.int64),
-            then=np.full((count, max_rank + 1), -1, dtype=np.int8),
-            voters=np.full((count, voters), -1, dtype=np.int64),
-            factors=np.full((count, voters, max_rank + 1), -1, dtype=np.int8),
-            whole=np.array([alias.whole for alias in aliases], dtype=np.int64),
-            cut=np.zeros((count, max_rank + 1), dtype=bool),
+            targets=np.full((count, max_rank + 1), -1, dtype=np.int8),
+            voter=np.full((count, voters), -1, dtype=np.int64),
+            voter_factors=np.full((count, voters, max_rank + 1), -1, dtype=np.int8),
+            constants=np.array([column.constants for column in columns], dtype=np.int64),
         )
-        for i, alias in enumerate(aliases):
-            tables.then[i, : len(alias.then)] = alias.then
-            tables.sizes[i, : len(alias.sizes)] = alias.sizes
-            tables.cut[i, sorted(alias.cut)] = True
-            for r, (work, dim_of_factor, shifted) in enumerate(alias.readers):
-                tables.works[i, r], tables.dims[i, r] = work, dim_of_factor
-                tables.shifted[i, r, sorted(shifted)] = True
-            for v, (operand, factors) in enumerate(alias.voters):
-                tables.voters[i, v] = operand
-                tables.factors[i, v, : len(factors)] = factors
+        for number, column in enumerate(columns):
+            tables._fill(number, column)
         return tables
+
+    def _fill(self, number: int, column: _AppliedColumn) -> None:
+        self.targets[number, : len(column.targets)] = column.targets
+        self.sizes[number, : len(column.sizes)] = column.sizes
+        self.shifted_by_producer[number, sorted(column.shifted)] = True
+        for position, constraint in enumerate(column.constraints):
+            self.constraint[number, position] = constraint.column
+            self.dim_of_factor[number, position] = constraint.dim_of_factor
+            self.shifted_by_anchor[number, position, sorted(constraint.shifted)] = True
+        for position, voter in enumerate(column.voters):
+            self.voter[number, position] = voter.column
+            self.voter_factors[number, position, : len(voter.factors)] = voter.factors
