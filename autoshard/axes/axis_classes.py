@@ -76,7 +76,7 @@ class AxisClasses:
                 if axis != NO_AXIS or found[factor][0] == NO_AXIS:
                     found[factor] = (axis, size)
                 common[factor] = math.gcd(common[factor], size)
-        for factor, pieces in rule.pieces:
+        for factor, pieces in rule.max_shards:
             found[factor] = (found[factor][0], pieces)
         if eqn.primitive in COPIES:
             for factor, kind in enumerate(rule.kinds):

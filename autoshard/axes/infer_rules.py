@@ -31,7 +31,7 @@ import numpy as np
 
 from autoshard.axes.kernels import grid_rule
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, known_primitives, rule_of
-from autoshard.axes.sharding_rules.builder import RuleBuilder, whole_rule
+from autoshard.axes.sharding_rules.builder import RuleBuilder, replicated_rule
 from autoshard.jax_internals import executables, jaxprs
 from autoshard.shardy.op_rules import LoweredOps, lowered_ops
 from autoshard.tracing.primitives import OPENED
@@ -103,7 +103,7 @@ def _key(eqn: Eqn) -> object:
 def _find(eqn: Eqn) -> tuple[ShardingRule, str]:
     """(rule, where it is from)."""
     if not any(size > 1 for value in (*eqn.inputs, *eqn.outputs) for size in value.shape):
-        return whole_rule(eqn), "it has no dimension to link"
+        return replicated_rule(eqn), "it has no dimension to link"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a program that nobody asked for
         try:
@@ -114,13 +114,13 @@ def _find(eqn: Eqn) -> tuple[ShardingRule, str]:
                 return rule, "its dimensions are linked as the compiler states for its lowering"
             refusal = _may_not_run(eqn, lowered, ops)
             if refusal:
-                return whole_rule(
+                return replicated_rule(
                     eqn
                 ), f"nothing is linked, because it is not run to find out ({refusal})"
             rule = _discovered(eqn, _is_foreign(ops))
         except Exception as error:
             first = str(error).strip().partition("\n")[0][:200]
-            return whole_rule(eqn), f"nothing is linked ({type(error).__name__}: {first})"
+            return replicated_rule(eqn), f"nothing is linked ({type(error).__name__}: {first})"
     return rule, "its dimensions are linked as running it on small arrays shows"
 
 
@@ -193,7 +193,7 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> ShardingRule | None:
                 )
             for dim in range(len(array.shape), ops.ranks[value]):  # the words of a typed key
                 marked.add((root(first[value] + dim), FactorKind.NEED_REPLICATION))
-    loops = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     for component, (operands, results) in places.items():
         if (component, FactorKind.NEED_REPLICATION) in marked:
             continue
@@ -205,8 +205,8 @@ def stated_rule(eqn: Eqn, ops: LoweredOps) -> ShardingRule | None:
             kind = FactorKind.REDUCTION
         else:
             continue
-        loops.add(kind, operands.items(), results.items())
-    return loops.rule(combine)
+        builder.add_factor(kind, operands.items(), results.items())
+    return builder.build(combine)
 
 
 # Discovered ---------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _discovered(eqn: Eqn, foreign: bool) -> ShardingRule:
         Exception: Whatever jax raises if it runs at no size that is small enough.
     """
     sample = _sample(eqn, foreign)
-    loops = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     taken: set[tuple[str, int, int]] = set()
     for cut in itertools.islice(sample.cuts(), MOST_RUNS):
         places = {("operand", *place) for place in cut.operands.items()}
@@ -265,8 +265,8 @@ def _discovered(eqn: Eqn, foreign: bool) -> ShardingRule:
             continue
         taken |= places
         kind = FactorKind.PASS_THROUGH if cut.results else FactorKind.REDUCTION
-        loops.add(kind, cut.operands.items(), cut.results.items())
-    return loops.rule()
+        builder.add_factor(kind, cut.operands.items(), cut.results.items())
+    return builder.build()
 
 
 def _sample(eqn: Eqn, foreign: bool) -> _Sample:

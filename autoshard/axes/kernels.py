@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule
-from autoshard.axes.sharding_rules.builder import RuleBuilder, whole_rule
+from autoshard.axes.sharding_rules.builder import RuleBuilder, replicated_rule
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.program import Eqn
 
@@ -68,16 +68,16 @@ def grid_rule(eqn: Eqn) -> ShardingRule:
     """
     found = grid_dimensions(eqn)
     if not found:
-        return whole_rule(eqn)
-    factors = RuleBuilder.of(eqn)
+        return replicated_rule(eqn)
+    builder = RuleBuilder.of(eqn)
     for factor in found:
-        factors.add(
+        builder.add_factor(
             FactorKind.PASS_THROUGH,
             factor.operands.items(),
             factor.results.items(),
-            pieces=factor.pieces,
+            max_shards=factor.pieces,
         )
-    return factors.rule()
+    return builder.build()
 
 
 def grid_dimensions(eqn: Eqn) -> tuple[GridDimension, ...]:

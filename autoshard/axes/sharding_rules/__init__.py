@@ -1,8 +1,9 @@
-"""Sharding rules: for each primitive, which dimensions of its operands and results run over the
-same loop.
+"""Sharding rules: which dimensions of a primitive's operands and results run over one factor.
 
-`rule_of` is the one way in. A primitive belongs to a family, one file each, and the registry holds
-an entry for every primitive that jax lowers, be it only to say why it links nothing.
+In comes an equation, out goes its `ShardingRule`; `rule_of` is the one way in. A primitive belongs
+to a family, one file each, and the registry holds an entry for every primitive that jax lowers, be
+it only to say why it links nothing. `axes` joins the dimensions of one factor into axis classes,
+`cost_model` reads from the kinds of factors what a split costs.
 """
 
 from autoshard.axes.sharding_rules.registry import Coverage as Coverage

@@ -1,5 +1,5 @@
-"""Builds a `ShardingRule`: loops are stated one by one, and what no loop was stated for becomes
-NEED_REPLICATION.
+"""Builds a `ShardingRule`: factors are added one by one, and each dimension that none was added for
+becomes NEED_REPLICATION.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ _UNSTATED = -1
 
 
 class RuleBuilder:
-    """The loops of one equation while they are being stated; a dimension has at most one."""
+    """The factors of one equation while they are being added; a dimension has at most one.
+
+    Attributes:
+        operands: Shape of each operand.
+        results: Shape of each result.
+        all_operands: Positions of the operands.
+        all_results: Positions of the results.
+    """
 
     def __init__(self, operands: Sequence[Shape], results: Sequence[Shape]) -> None:
-        """Starts with no loop.
+        """Starts with no factor.
 
         Args:
             operands: Shape of each operand.
@@ -30,43 +37,55 @@ class RuleBuilder:
         """
         self.operands = tuple(tuple(shape) for shape in operands)
         self.results = tuple(tuple(shape) for shape in results)
+        self.all_operands = range(len(self.operands))
+        self.all_results = range(len(self.results))
         self._kinds: list[FactorKind] = []
-        self._pieces: list[tuple[int, int]] = []
+        self._max_shards: list[tuple[int, int]] = []
         self._operand_factors = [[_UNSTATED] * len(shape) for shape in self.operands]
         self._result_factors = [[_UNSTATED] * len(shape) for shape in self.results]
 
     @classmethod
     def of(cls, eqn: Eqn) -> RuleBuilder:
-        """No loops yet, over the operands and results of an equation."""
+        """No factors yet, over the operands and results of an equation."""
         return cls([v.shape for v in eqn.inputs], [v.shape for v in eqn.outputs])
 
-    def add(
+    def add_factor(
         self,
         kind: FactorKind,
         operands: Iterable[Place] = (),
         results: Iterable[Place] = (),
-        pieces: int | None = None,
+        max_shards: int | None = None,
     ) -> None:
-        """States that these dimensions run over one loop.
+        """States that these dimensions run over one factor.
 
         Args:
-            kind: Kind of the loop.
-            operands: (operand, dimension) pairs without a loop so far.
-            results: (result, dimension) pairs without a loop so far.
-            pieces: It can be cut into a divisor of so many pieces only.
+            kind: Kind of the factor.
+            operands: (operand, dimension) pairs without a factor so far.
+            results: (result, dimension) pairs without a factor so far.
+            max_shards: What its shard count must divide; None for the sizes of its dimensions.
         """
         factor = len(self._kinds)
-        if pieces is not None:
-            self._pieces.append((factor, pieces))
         self._kinds.append(kind)
-        for places, table in ((operands, self._operand_factors), (results, self._result_factors)):
-            for position, dim in places:
-                assert table[position][dim] == _UNSTATED, "a dimension has one loop"
-                table[position][dim] = factor
+        if max_shards is not None:
+            self._max_shards.append((factor, max_shards))
+        _assign(self._operand_factors, operands, factor)
+        _assign(self._result_factors, results, factor)
 
-    def add_prefix(self, count: int, operands: Iterable[int], results: Iterable[int]) -> None:
-        """States PASS_THROUGH loops over the first `count` dimensions of these operands and results (batch
-        dimensions).
+    def add_shared_dim(
+        self, kind: FactorKind, dim: int, operands: Iterable[int], results: Iterable[int]
+    ) -> None:
+        """States one factor over dimension `dim` of each of these operands and results.
+
+        Args:
+            kind: Kind of the factor.
+            dim: The dimension.
+            operands: Positions of operands.
+            results: Positions of results.
+        """
+        self.add_factor(kind, [(i, dim) for i in operands], [(i, dim) for i in results])
+
+    def add_batch_dims(self, count: int, operands: Iterable[int], results: Iterable[int]) -> None:
+        """States that the first `count` dimensions of these operands and results pass.
 
         Args:
             count: Number of leading dimensions.
@@ -75,40 +94,54 @@ class RuleBuilder:
         """
         operands, results = tuple(operands), tuple(results)
         for dim in range(count):
-            self.add(
-                FactorKind.PASS_THROUGH, [(i, dim) for i in operands], [(i, dim) for i in results]
-            )
+            self.add_shared_dim(FactorKind.PASS_THROUGH, dim, operands, results)
 
-    def rule(self, combine: str = "add") -> ShardingRule:
-        """The rule; each dimension that no loop was stated for has a NEED_REPLICATION loop of its own.
+    def build(self, combine: str = "add") -> ShardingRule:
+        """The rule; each dimension without a factor gets a NEED_REPLICATION factor of its own.
 
         Args:
-            combine: How partial results of REDUCTION loops are combined.
+            combine: How partial results of REDUCTION factors are combined.
 
         Returns:
-            The rule; its loops are numbered as they were stated.
+            The rule; its factors are numbered as they were added.
         """
         kinds = list(self._kinds)
-
-        def own_factor() -> int:
-            kinds.append(FactorKind.NEED_REPLICATION)
-            return len(kinds) - 1
-
-        def complete(table: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-            return tuple(
-                tuple(own_factor() if factor == _UNSTATED else factor for factor in row)
-                for row in table
-            )
-
-        operands, results = complete(self._operand_factors), complete(self._result_factors)
-        return ShardingRule(tuple(kinds), operands, results, combine, tuple(self._pieces))
+        operands = _completed(self._operand_factors, kinds)
+        results = _completed(self._result_factors, kinds)
+        return ShardingRule(tuple(kinds), operands, results, combine, tuple(self._max_shards))
 
 
-def whole_rule(eqn: Eqn) -> ShardingRule:
-    """The rule that links nothing: a NEED_REPLICATION loop for every dimension."""
-    return RuleBuilder.of(eqn).rule()
+def _assign(table: list[list[int]], places: Iterable[Place], factor: int) -> None:
+    """Writes the factor at its places."""
+    for position, dim in places:
+        assert table[position][dim] == _UNSTATED, "a dimension has one factor"
+        table[position][dim] = factor
+
+
+def _completed(table: list[list[int]], kinds: list[FactorKind]) -> tuple[tuple[int, ...], ...]:
+    """The table with a NEED_REPLICATION factor, appended to `kinds`, wherever there is none."""
+    rows = []
+    for row in table:
+        factors = []
+        for factor in row:
+            if factor == _UNSTATED:
+                factor = len(kinds)
+                kinds.append(FactorKind.NEED_REPLICATION)
+            factors.append(factor)
+        rows.append(tuple(factors))
+    return tuple(rows)
+
+
+def replicated_rule(eqn: Eqn) -> ShardingRule:
+    """The rule that links nothing: a NEED_REPLICATION factor for every dimension."""
+    return RuleBuilder.of(eqn).build()
 
 
 def ints(numbers: Iterable[object]) -> tuple[int, ...]:
     """Plain integers of a parameter that may hold NumPy integers."""
     return tuple(int(n) for n in numbers)  # type: ignore[call-overload]
+
+
+def other_dims(rank: int, *taken: Iterable[int]) -> list[int]:
+    """Dimensions of a rank that are in none of the collections, ascending."""
+    return sorted(set(range(rank)).difference(*taken))

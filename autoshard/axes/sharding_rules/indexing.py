@@ -1,54 +1,65 @@
 """Gather and scatter.
 
-The last dimension of the indices is the index vector: NEED_REPLICATION. Splitting an indexed dimension of a
-table leaves each device with its own rows: a gather looks up those that are its own and has zeros
-elsewhere (a partial sum); a scatter writes those that are its own. Both shift the indices by the
-start of the piece.
+The last dimension of the indices is the index vector: NEED_REPLICATION. Splitting an indexed
+dimension of a table leaves each device with its own rows: a gather looks up those that are its own
+and has zeros elsewhere (a partial sum); a scatter writes those that are its own. Both shift the
+indices by the start of the shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from autoshard.axes.sharding_rules.builder import Place, Rule, RuleBuilder, ints
+from autoshard.axes.sharding_rules.builder import Place, Rule, RuleBuilder, ints, other_dims
 from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def gather(eqn: Eqn) -> ShardingRule:
-    """Window dimensions taken whole pass, indexed dimensions of slice size 1 are reduced, other
-    windows are NEED_REPLICATION.
+def _batching_pairs(numbers: Any, of_indices: str) -> dict[int, int]:
+    """By batching dimension of the indices, that of the operand; none in an older jax.
 
-    Batch dimensions of the indices pass to the result (and, if they are batching dimensions, from
-    the operand too).
+    Args:
+        numbers: The dimension numbers of a gather or scatter.
+        of_indices: What the batching dimensions of the indices are called there.
     """
-    factors = RuleBuilder.of(eqn)
+    indices = ints(getattr(numbers, of_indices, ()))
+    operand = ints(getattr(numbers, "operand_batching_dims", ()))
+    return dict(zip(indices, operand, strict=True))
+
+
+def gather(eqn: Eqn) -> ShardingRule:
+    """Whole windows pass, indexed dimensions of slice size 1 are reduced.
+
+    Other windows are NEED_REPLICATION. Batch dimensions of the indices pass to the result (and, if
+    they are batching dimensions, from the operand too).
+    """
+    builder = RuleBuilder.of(eqn)
     numbers = eqn.params["dimension_numbers"]
     slice_sizes = ints(eqn.params["slice_sizes"])
-    operand, indices = factors.operands[:2]
+    operand, indices = builder.operands[:2]
     offset_dims = ints(numbers.offset_dims)
     collapsed = ints(numbers.collapsed_slice_dims)
-    batching = ints(getattr(numbers, "operand_batching_dims", ()))
-    batching_of_indices = ints(getattr(numbers, "start_indices_batching_dims", ()))
-    batch_positions = [dim for dim in range(len(factors.results[0])) if dim not in offset_dims]
+    operand_batching = _batching_pairs(numbers, "start_indices_batching_dims")
 
-    batch_operand = dict(zip(batching_of_indices, batching, strict=True))
+    batch_positions = other_dims(len(builder.results[0]), offset_dims)
     for dim, position in zip(range(len(indices) - 1), batch_positions, strict=True):
         places: list[Place] = [(1, dim)]
-        if dim in batch_operand:
-            places.append((0, batch_operand[dim]))
-        factors.add(FactorKind.PASS_THROUGH, places, [(0, position)])
+        if dim in operand_batching:
+            places.append((0, operand_batching[dim]))
+        builder.add_factor(FactorKind.PASS_THROUGH, places, [(0, position)])
 
-    window = [dim for dim in range(len(operand)) if dim not in collapsed and dim not in batching]
-    for dim, position in zip(window, offset_dims, strict=True):
+    windows = other_dims(len(operand), collapsed, operand_batching.values())
+    for dim, position in zip(windows, offset_dims, strict=True):
         if slice_sizes[dim] == operand[dim]:
-            factors.add(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
+            builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
         elif slice_sizes[dim] == 1:
-            factors.add(FactorKind.REDUCTION, [(0, dim)])
+            builder.add_factor(FactorKind.REDUCTION, [(0, dim)])
+
     for dim in collapsed:
-        factors.add(FactorKind.REDUCTION, [(0, dim)])
-    return factors.rule()
+        builder.add_factor(FactorKind.REDUCTION, [(0, dim)])
+    return builder.build()
 
 
 _COMBINE = {
@@ -61,43 +72,41 @@ _COMBINE = {
 
 
 def scatter(eqn: Eqn) -> ShardingRule:
-    """Every dimension of the operand continues in the result; the updates join where they are as
-    large, else NEED_REPLICATION.
+    """The operand continues in the result; the updates join where they are as large.
 
-    The batch dimensions of the indices and of the updates are REDUCTION for the variants that
-    combine: each device scatters its own updates, and the partial results are combined. *The
-    operand counts once*: on all devices but one it stands for the identity of the operator (0 for
-    add and sub, 1 for mul; itself for min and max). For plain `scatter` they are NEED_REPLICATION, since the
-    last update of an element wins.
+    Where they are not, they are NEED_REPLICATION. The batch dimensions of the indices and of the
+    updates are REDUCTION for the variants that combine: each device scatters its own updates, and
+    the partial results are combined. *The operand counts once*: on all devices but one it stands
+    for the identity of the operator (0 for add and sub, 1 for mul; itself for min and max). For
+    plain `scatter` they are NEED_REPLICATION, since the last update of an element wins.
     """
-    factors = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     numbers = eqn.params["dimension_numbers"]
-    operand, indices, updates = factors.operands[:3]
+    operand, indices, updates = builder.operands[:3]
     update_windows = ints(numbers.update_window_dims)
     inserted = ints(numbers.inserted_window_dims)
-    batching = ints(getattr(numbers, "operand_batching_dims", ()))
-    batching_of_indices = ints(getattr(numbers, "scatter_indices_batching_dims", ()))
+    operand_batching = _batching_pairs(numbers, "scatter_indices_batching_dims")
+    combine = _COMBINE.get(eqn.primitive)
 
-    window = [dim for dim in range(len(operand)) if dim not in inserted and dim not in batching]
+    # By operand dimension, what else runs over its factor.
     joined: dict[int, list[Place]] = {dim: [] for dim in range(len(operand))}
-    for dim, position in zip(window, update_windows, strict=True):
+    windows = other_dims(len(operand), inserted, operand_batching.values())
+    for dim, position in zip(windows, update_windows, strict=True):
         if operand[dim] == updates[position]:
             joined[dim].append((2, position))
 
-    combine = _COMBINE.get(eqn.primitive)
-    batch_operand = dict(zip(batching_of_indices, batching, strict=True))
-    batch_positions = [dim for dim in range(len(updates)) if dim not in update_windows]
+    batch_kind = FactorKind.NEED_REPLICATION if combine is None else FactorKind.REDUCTION
+    batch_positions = other_dims(len(updates), update_windows)
     for dim, position in zip(range(len(indices) - 1), batch_positions, strict=True):
         places: list[Place] = [(1, dim), (2, position)]
-        if dim in batch_operand:
-            joined[batch_operand[dim]] += places
+        if dim in operand_batching:
+            joined[operand_batching[dim]] += places
         else:
-            factors.add(
-                FactorKind.NEED_REPLICATION if combine is None else FactorKind.REDUCTION, places
-            )
-    for dim in range(len(operand)):
-        factors.add(FactorKind.PASS_THROUGH, [(0, dim), *joined[dim]], [(0, dim)])
-    return factors.rule(combine or "add")
+            builder.add_factor(batch_kind, places)
+
+    for dim, places in joined.items():
+        builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim), *places], [(0, dim)])
+    return builder.build(combine or "add")
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Factorisations, solvers and Fourier transforms: batch dimensions pass, the matrix is NEED_REPLICATION."""
+"""Factorisations, solvers and Fourier transforms: batch dimensions pass, the matrix does not."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def _batched(eqn: Eqn, core_rank: int) -> RuleBuilder:
-    """PASS loops over the leading dimensions of all operands and results, the first operand having
-    `core_rank` more.
-    """
-    factors = RuleBuilder.of(eqn)
-    factors.add_prefix(
-        len(factors.operands[0]) - core_rank,
-        range(len(factors.operands)),
-        range(len(factors.results)),
-    )
-    return factors
+def _batch_builder(eqn: Eqn, core_rank: int) -> RuleBuilder:
+    """A builder in which the batch dimensions pass: all but `core_rank` of the first operand's."""
+    builder = RuleBuilder.of(eqn)
+    batch_rank = len(builder.operands[0]) - core_rank
+    builder.add_batch_dims(batch_rank, builder.all_operands, builder.all_results)
+    return builder
 
 
 def batched(eqn: Eqn, core_rank: int) -> ShardingRule:
@@ -31,33 +26,34 @@ def batched(eqn: Eqn, core_rank: int) -> ShardingRule:
         eqn: The equation.
         core_rank: Trailing dimensions of the first operand that are not batch dimensions.
     """
-    return _batched(eqn, core_rank).rule()
+    return _batch_builder(eqn, core_rank).build()
 
 
 def triangular_solve(eqn: Eqn) -> ShardingRule:
     """(a, b): each column of b is solved by itself (each row, if a is on the right)."""
-    factors = _batched(eqn, 2)
-    free = len(factors.operands[1]) - (1 if eqn.params["left_side"] else 2)
-    factors.add(FactorKind.PASS_THROUGH, [(1, free)], [(0, free)])
-    return factors.rule()
+    builder = _batch_builder(eqn, 2)
+    free = len(builder.operands[1]) - (1 if eqn.params["left_side"] else 2)
+    builder.add_factor(FactorKind.PASS_THROUGH, [(1, free)], [(0, free)])
+    return builder.build()
 
 
 def tridiagonal_solve(eqn: Eqn) -> ShardingRule:
     """(lower, main and upper diagonal, b): each column of b is solved by itself."""
-    factors = _batched(eqn, 1)
-    columns = len(factors.operands[3]) - 1
-    factors.add(FactorKind.PASS_THROUGH, [(3, columns)], [(0, columns)])
-    return factors.rule()
+    builder = _batch_builder(eqn, 1)
+    columns = len(builder.operands[3]) - 1
+    builder.add_factor(FactorKind.PASS_THROUGH, [(3, columns)], [(0, columns)])
+    return builder.build()
 
 
 def ormqr(eqn: Eqn) -> ShardingRule:
-    """(reflectors, their scales, c): each column of c is multiplied by itself (each row, if Q is on
-    the right).
+    """(reflectors, their scales, c): each column of c is multiplied by itself.
+
+    If Q is on the right, each row is.
     """
-    factors = _batched(eqn, 2)
-    free = len(factors.operands[2]) - (1 if eqn.params["left"] else 2)
-    factors.add(FactorKind.PASS_THROUGH, [(2, free)], [(0, free)])
-    return factors.rule()
+    builder = _batch_builder(eqn, 2)
+    free = len(builder.operands[2]) - (1 if eqn.params["left"] else 2)
+    builder.add_factor(FactorKind.PASS_THROUGH, [(2, free)], [(0, free)])
+    return builder.build()
 
 
 def fft(eqn: Eqn) -> ShardingRule:
@@ -66,7 +62,8 @@ def fft(eqn: Eqn) -> ShardingRule:
 
 
 _MATRIX = """
-    cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd tridiagonal
+    cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd
+    tridiagonal
 """
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -1,7 +1,7 @@
 """Random numbers, and other arrays made from nothing: a dimension that only results have passes.
 
-Whether cutting such a dimension yields the same numbers is the generator's affair (threefry does
-when partitionable).
+Whether each device then draws the numbers that one device would have drawn is the generator's
+affair (threefry does when partitionable).
 """
 
 from __future__ import annotations
@@ -15,82 +15,79 @@ from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
 
-def made(eqn: Eqn) -> ShardingRule:
-    """Every dimension of every result is made by each device itself; operands are NEED_REPLICATION."""
-    factors = RuleBuilder.of(eqn)
-    for i, shape in enumerate(factors.results):
+def generated(eqn: Eqn) -> ShardingRule:
+    """Each device generates its shard of every result; operands are NEED_REPLICATION."""
+    builder = RuleBuilder.of(eqn)
+    for i, shape in enumerate(builder.results):
         for dim in range(len(shape)):
-            factors.add(FactorKind.PASS_THROUGH, results=[(i, dim)])
-    return factors.rule()
+            builder.add_factor(FactorKind.PASS_THROUGH, results=[(i, dim)])
+    return builder.build()
 
 
-def made_together(eqn: Eqn) -> ShardingRule:
-    """As `made`, for results of one shape that belong together."""
-    factors = RuleBuilder.of(eqn)
-    for dim in range(len(factors.results[0])):
-        factors.add(
-            FactorKind.PASS_THROUGH, results=[(i, dim) for i in range(len(factors.results))]
-        )
-    return factors.rule()
+def generated_together(eqn: Eqn) -> ShardingRule:
+    """As `generated`, for results of one shape that belong together."""
+    builder = RuleBuilder.of(eqn)
+    for dim in range(len(builder.results[0])):
+        builder.add_shared_dim(FactorKind.PASS_THROUGH, dim, (), builder.all_results)
+    return builder.build()
 
 
-def made_from_keys(eqn: Eqn) -> ShardingRule:
-    """Keys of shape S -> results of shape S + shape: the keys pass, the rest is made."""
-    factors = RuleBuilder.of(eqn)
-    keys = len(factors.operands[0])
-    for dim in range(len(factors.results[0])):
-        factors.add(FactorKind.PASS_THROUGH, [(0, dim)] if dim < keys else [], [(0, dim)])
-    return factors.rule()
+def generated_from_keys(eqn: Eqn) -> ShardingRule:
+    """Keys of shape S -> results of shape S + shape: S passes, the rest is generated."""
+    builder = RuleBuilder.of(eqn)
+    key_rank = len(builder.operands[0])
+    for dim in range(len(builder.results[0])):
+        keys = (0,) if dim < key_rank else ()
+        builder.add_shared_dim(FactorKind.PASS_THROUGH, dim, keys, (0,))
+    return builder.build()
 
 
 def keys_and_words(eqn: Eqn) -> ShardingRule:
-    """Keys of shape S <-> integers of shape S + words: S passes, the words of a key are NEED_REPLICATION."""
-    factors = RuleBuilder.of(eqn)
-    factors.add_prefix(min(len(factors.operands[0]), len(factors.results[0])), (0,), (0,))
-    return factors.rule()
+    """Keys of shape S <-> integers of shape S + words: S passes, words are NEED_REPLICATION."""
+    builder = RuleBuilder.of(eqn)
+    key_rank = min(len(builder.operands[0]), len(builder.results[0]))
+    builder.add_batch_dims(key_rank, (0,), (0,))
+    return builder.build()
 
 
 def rng_bit_generator(eqn: Eqn) -> ShardingRule:
-    """State -> (next state, bits): the state is NEED_REPLICATION, the bits are made."""
-    factors = RuleBuilder.of(eqn)
-    for dim in range(len(factors.results[1])):
-        factors.add(FactorKind.PASS_THROUGH, results=[(1, dim)])
-    return factors.rule()
+    """State -> (next state, bits): the state is NEED_REPLICATION, the bits are generated."""
+    builder = RuleBuilder.of(eqn)
+    for dim in range(len(builder.results[1])):
+        builder.add_factor(FactorKind.PASS_THROUGH, results=[(1, dim)])
+    return builder.build()
 
 
 def random_gamma(eqn: Eqn) -> ShardingRule:
-    """(keys, shape parameters) -> results of the parameters' shape, whose leading dimensions are
-    those of the keys.
-    """
-    factors = RuleBuilder.of(eqn)
-    for dim, size in enumerate(factors.results[0]):
-        places = [
-            (i, dim)
-            for i, shape in enumerate(factors.operands)
-            if dim < len(shape) and shape[dim] == size
-        ]
-        factors.add(FactorKind.PASS_THROUGH, places, [(0, dim)])
-    return factors.rule()
+    """(keys, shape parameters) -> results of the parameters' shape, which begins with the keys'."""
+    builder = RuleBuilder.of(eqn)
+    for dim, size in enumerate(builder.results[0]):
+        operands = []
+        for i, shape in enumerate(builder.operands):
+            if dim < len(shape) and shape[dim] == size:
+                operands.append(i)
+        builder.add_shared_dim(FactorKind.PASS_THROUGH, dim, operands, (0,))
+    return builder.build()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "empty": made,
-        "empty2": made,
-        "iota": made,
-        "iota_2x32_shape": made_together,
+        "empty": generated,
+        "empty2": generated,
+        "iota": generated,
+        "iota_2x32_shape": generated_together,
         "philox2x32": elementwise,
         "philox4x32": elementwise,
-        "random_bits": made_from_keys,
+        "random_bits": generated_from_keys,
         "random_clone": elementwise,
         "random_fold_in": elementwise,
         "random_gamma": random_gamma,
         "random_seed": elementwise,
-        "random_split": made_from_keys,
+        "random_split": generated_from_keys,
         "random_unwrap": keys_and_words,
         "random_wrap": keys_and_words,
         "rng_bit_generator": rng_bit_generator,
-        "rng_uniform": made,
+        "rng_uniform": generated,
         "threefry2x32": elementwise,
         "threefry4x32": elementwise,
     }

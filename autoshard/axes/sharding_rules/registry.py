@@ -1,4 +1,9 @@
-"""The registry: primitive name -> family and rule."""
+"""The registry: primitive name -> family and rule.
+
+To add a rule, write it in the file of its family and list it in that file's `RULES`. A primitive
+that has none on purpose goes into `special`, with the reason: a test asks for an entry of every
+primitive that jax can lower.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from autoshard.axes.sharding_rules import (
     special,
     windows,
 )
-from autoshard.axes.sharding_rules.builder import Rule, whole_rule
+from autoshard.axes.sharding_rules.builder import Rule, replicated_rule
 from autoshard.axes.sharding_rules.rule import ShardingRule
 from autoshard.tracing.program import Eqn
 
@@ -85,18 +90,11 @@ def _collect() -> Mapping[str, Entry]:
     for family, rules in _FAMILIES.items():
         for name, rule in rules.items():
             add(name, Entry(family, Coverage.RULE, rule))
+    reason = "its bodies are mapped to its operands and results"
     for name in special.STRUCTURAL:
-        add(
-            name,
-            Entry(
-                "structural",
-                Coverage.STRUCTURAL,
-                whole_rule,
-                "its bodies are tied to its operands and results",
-            ),
-        )
+        add(name, Entry("structural", Coverage.STRUCTURAL, replicated_rule, reason))
     for name, reason in special.OPAQUE.items():
-        add(name, Entry("opaque", Coverage.OPAQUE, whole_rule, reason))
+        add(name, Entry("opaque", Coverage.OPAQUE, replicated_rule, reason))
     return MappingProxyType(dict(sorted(entries.items())))
 
 
@@ -118,12 +116,12 @@ def rule_of(eqn: Eqn) -> ShardingRule:
         eqn: Any equation.
 
     Returns:
-        A rule with a loop for each dimension of each operand and result.
+        A rule with a factor for each dimension of each operand and result.
     """
     entry = _ENTRIES.get(eqn.primitive)
     if entry is None:
-        return whole_rule(eqn)
+        return replicated_rule(eqn)
     try:
         return entry.rule(eqn)
-    except Exception:
-        return whole_rule(eqn)
+    except Exception:  # rules read the parameters of a jax that may be newer than they are
+        return replicated_rule(eqn)

@@ -1,10 +1,13 @@
-"""What a sharding rule says: the loops of an equation, and over which loop each dimension of its
-arrays runs.
+"""What a sharding rule says: the factors of an equation, and which factor each dimension of its
+arrays runs over.
 
-A rule is a claim that can be checked by running it: *cut all dimensions of one loop into pieces
-together, run the primitive on the pieces, and the pieces of the results follow* -- by concatenation
-(`PASS_THROUGH`), or by combining them (`REDUCTION`). `PERMUTATION` and `NEED_REPLICATION` loops are those of which this is
-not true.
+A rule is a claim that can be checked by running it: *cut all dimensions of one factor into shards
+together, run the primitive on the shards, and the shards of the results follow* -- by concatenation
+(`PASS_THROUGH`), or by combining them (`REDUCTION`). `PERMUTATION` and `NEED_REPLICATION` factors
+are those of which this is not true.
+
+The words are Shardy's (`sdy.op_sharding_rule`). Its factors are finer, though: there a reshaped
+dimension has several, here it has one, the major of them.
 """
 
 from __future__ import annotations
@@ -17,16 +20,21 @@ from autoshard.tracing.program import Eqn, Value
 
 
 class FactorKind(enum.StrEnum):
-    """How a loop dimension behaves when it is split over devices (the four kinds of Shardy's own
-    rules).
+    """How a factor behaves when it is split over devices (the four kinds of Shardy's own rules).
 
-    PASS_THROUGH: the same dimension in all its operands and results; a split costs nothing. A loop that
-    occurs in results only (iota, the new dimensions of a broadcast, random bits) is PASS_THROUGH too: every
-    device can make its own part. REDUCTION: occurs in operands only; a split leaves a partial result
-    on each device (all_reduce or reduce_scatter). PERMUTATION: can be split at the price of a halo or
-    reshard (slice, pad, concatenate, reverse, spatial convolution). The dimensions of operands and
-    results that it covers are *not* the same axis class. NEED_REPLICATION: must be gathered first (the
-    sorted or transformed dimension, the index vector).
+    PASS_THROUGH: the same dimension in all its operands and results; a split costs nothing. A
+    factor that occurs in results only (iota, the new dimensions of a broadcast, random bits) is
+    PASS_THROUGH too: every device can compute its own shard.
+
+    REDUCTION: occurs in operands only; a split leaves a partial result on each device (all_reduce
+    or reduce_scatter).
+
+    PERMUTATION: can be split at the price of a halo exchange or a reshard (slice, pad, concatenate,
+    reverse, spatial convolution). The dimensions of operands and results that it covers are *not*
+    the same axis class.
+
+    NEED_REPLICATION: must be gathered first (the sorted or transformed dimension, the index
+    vector).
 
     Text, because rules are hashed often, and a plain Enum's hash is computed in Python.
     """
@@ -39,32 +47,32 @@ class FactorKind(enum.StrEnum):
 
 ARG_REDUCTION = "arg_reduction"
 """How the partial results of argmax and argmin are combined: all devices get all of them, with the
-values that they stand for, and take the best (so does XLA's partitioner with reductions of several
-operands)."""
+values that they stand for, and take the best. XLA's partitioner does the same with reductions of
+several operands."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingRule:
-    """The loops of one equation.
+    """The factors of one equation.
+
+    A dimension always has a factor. A dimension that is related to nothing has a NEED_REPLICATION
+    factor of its own.
 
     Attributes:
-        kinds: The kind of each loop.
-        operands: For each operand, the loop of each of its dimensions.
-        results: For each result, the loop of each of its dimensions.
-        combine: For REDUCTION loops, how partial results are combined: `add`, `max`, `min`, `mul`,
-            `and`, `or`, `xor`, or `ARG_REDUCTION`.
-        pieces: (loop, N): it can be cut into a divisor of N pieces only; other loops into any that
-            divide their sizes.
-
-    A dimension always has a loop. A dimension that is related to nothing has a NEED_REPLICATION loop of its
-    own.
+        kinds: The kind of each factor.
+        operands: For each operand, the factor of each of its dimensions.
+        results: For each result, the factor of each of its dimensions.
+        combine: For REDUCTION factors, how partial results are combined: `add`, `max`, `min`,
+            `mul`, `and`, `or`, `xor`, or `ARG_REDUCTION`.
+        max_shards: (factor, N): its shard count must divide N. The shard count of any other factor
+            must divide the sizes of its dimensions.
     """
 
     kinds: tuple[FactorKind, ...]
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     combine: str = "add"
-    pieces: tuple[tuple[int, int], ...] = ()
+    max_shards: tuple[tuple[int, int], ...] = ()
 
     def places(self, eqn: Eqn) -> Iterator[tuple[Value, tuple[int, ...]]]:
         """Each operand, then each result of an equation, with the factor of each dimension."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, ints
+from autoshard.axes.sharding_rules.builder import (
+    Rule,
+    RuleBuilder,
+    ints,
+    other_dims,
+    replicated_rule,
+)
 from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.axes.sharding_rules.windows import tiles_exactly
 from autoshard.tracing.program import Eqn
@@ -13,144 +19,126 @@ from autoshard.tracing.program import Eqn
 
 def transpose(eqn: Eqn) -> ShardingRule:
     """Every dimension passes."""
-    factors = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     for position, dim in enumerate(ints(eqn.params["permutation"])):
-        factors.add(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
-    return factors.rule()
+        builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
+    return builder.build()
 
 
 def broadcast_in_dim(eqn: Eqn) -> ShardingRule:
-    """Kept dimensions pass; new ones, and those made of a dimension of size 1, are made by each
-    device itself.
+    """Kept dimensions pass; each device makes its own shard of new ones.
+
+    A dimension of size 1 that becomes a larger one is new as well.
     """
-    factors = RuleBuilder.of(eqn)
-    source = {
-        position: dim for dim, position in enumerate(ints(eqn.params["broadcast_dimensions"]))
-    }
-    for position, size in enumerate(factors.results[0]):
-        dim = source.get(position)
-        kept = dim is not None and factors.operands[0][dim] == size
-        factors.add(
-            FactorKind.PASS_THROUGH, [(0, dim)] if kept and dim is not None else [], [(0, position)]
-        )
-    return factors.rule()
+    builder = RuleBuilder.of(eqn)
+    positions = ints(eqn.params["broadcast_dimensions"])
+    operand_dim = {position: dim for dim, position in enumerate(positions)}
+    for position, size in enumerate(builder.results[0]):
+        dim = operand_dim.get(position)
+        kept = [] if dim is None or builder.operands[0][dim] != size else [(0, dim)]
+        builder.add_factor(FactorKind.PASS_THROUGH, kept, [(0, position)])
+    return builder.build()
 
 
 def squeeze(eqn: Eqn) -> ShardingRule:
     """All dimensions but those removed (of size 1) pass."""
-    factors = RuleBuilder.of(eqn)
-    rank = len(factors.operands[0])
+    builder = RuleBuilder.of(eqn)
+    rank = len(builder.operands[0])
     removed = {dim % rank for dim in ints(eqn.params["dimensions"])}
-    for position, dim in enumerate(dim for dim in range(rank) if dim not in removed):
-        factors.add(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
-    return factors.rule()
+    for position, dim in enumerate(other_dims(rank, removed)):
+        builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
+    return builder.build()
 
 
 def expand_dims(eqn: Eqn) -> ShardingRule:
     """All dimensions but those inserted (of size 1) pass."""
-    factors = RuleBuilder.of(eqn)
-    rank = len(factors.results[0])
+    builder = RuleBuilder.of(eqn)
+    rank = len(builder.results[0])
     inserted = {dim % rank for dim in ints(eqn.params["dimensions"])}
-    for dim, position in enumerate(
-        position for position in range(rank) if position not in inserted
-    ):
-        factors.add(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
-    return factors.rule()
+    for dim, position in enumerate(other_dims(rank, inserted)):
+        builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim)], [(0, position)])
+    return builder.build()
 
 
-def _changed(eqn: Eqn, changed: frozenset[int]) -> ShardingRule:
-    """Dimension d of operands and results of the same rank correspond: PERMUTATION where changed, else
-    PASS_THROUGH.
+def _permuting(eqn: Eqn, permuted: Collection[int]) -> ShardingRule:
+    """Dimension d of operands and results of one rank correspond: PERMUTATION where permuted.
+
+    The other dimensions pass. Operands of another rank (scalars, indices) have none of them.
     """
-    factors = RuleBuilder.of(eqn)
-    for dim in range(len(factors.operands[0])):
-        factors.add(
-            FactorKind.PERMUTATION if dim in changed else FactorKind.PASS_THROUGH,
-            [
-                (i, dim)
-                for i, shape in enumerate(factors.operands)
-                if len(shape) == len(factors.operands[0])
-            ],
-            [(i, dim) for i in range(len(factors.results))],
-        )
-    return factors.rule()
+    builder = RuleBuilder.of(eqn)
+    rank = len(builder.operands[0])
+    operands = [i for i in builder.all_operands if len(builder.operands[i]) == rank]
+    for dim in range(rank):
+        builder.add_shared_dim(_kind(dim in permuted), dim, operands, builder.all_results)
+    return builder.build()
 
 
-def _resized(eqn: Eqn) -> frozenset[int]:
-    """Dimensions in which operand 0 and result 0 differ in size."""
-    sizes = zip(eqn.inputs[0].shape, eqn.outputs[0].shape, strict=True)
-    return frozenset(dim for dim, (a, b) in enumerate(sizes) if a != b)
+def _kind(permuted: bool) -> FactorKind:
+    return FactorKind.PERMUTATION if permuted else FactorKind.PASS_THROUGH
 
 
 def rev(eqn: Eqn) -> ShardingRule:
     """Reversed dimensions are PERMUTATION."""
-    return _changed(eqn, frozenset(ints(eqn.params["dimensions"])))
+    return _permuting(eqn, ints(eqn.params["dimensions"]))
 
 
 def concatenate(eqn: Eqn) -> ShardingRule:
     """The joined dimension is PERMUTATION, unless there is one operand only."""
-    return _changed(
-        eqn, frozenset({int(eqn.params["dimension"])}) if len(eqn.inputs) > 1 else frozenset()
-    )
+    joined = int(eqn.params["dimension"])
+    return _permuting(eqn, {joined} if len(eqn.inputs) > 1 else ())
 
 
 def split(eqn: Eqn) -> ShardingRule:
     """The divided dimension is PERMUTATION, unless there is one result only."""
-    return _changed(
-        eqn, frozenset({int(eqn.params["axis"])}) if len(eqn.outputs) > 1 else frozenset()
-    )
+    divided = int(eqn.params["axis"])
+    return _permuting(eqn, {divided} if len(eqn.outputs) > 1 else ())
 
 
 def pad(eqn: Eqn) -> ShardingRule:
-    """Dimensions that are padded (or cut, or dilated) are PERMUTATION; operand 1 is the scalar to pad
-    with.
+    """Dimensions that are padded (or cut, or dilated) are PERMUTATION.
+
+    Operand 1 is the scalar to pad with.
     """
-    factors = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     for dim, edges in enumerate(eqn.params["padding_config"]):
-        kind = FactorKind.PERMUTATION if any(ints(edges)) else FactorKind.PASS_THROUGH
-        factors.add(kind, [(0, dim)], [(0, dim)])
-    return factors.rule()
+        builder.add_factor(_kind(any(ints(edges))), [(0, dim)], [(0, dim)])
+    return builder.build()
 
 
 def slice_(eqn: Eqn) -> ShardingRule:
     """Dimensions of which all, or one of every so many, is taken pass; others are PERMUTATION."""
     starts = ints(eqn.params["start_indices"])
     strides = ints(eqn.params["strides"] or (1,) * len(starts))
-    sizes = zip(eqn.inputs[0].shape, eqn.outputs[0].shape, starts, strides, strict=True)
-    changed = {
-        dim
-        for dim, (size, taken, start, stride) in enumerate(sizes)
-        if start >= stride or not tiles_exactly(size, taken, window=1, stride=stride)
-    }
-    return _changed(eqn, frozenset(changed))
+    sizes, taken = eqn.inputs[0].shape, eqn.outputs[0].shape
+    permuted = set()
+    for dim, (start, stride) in enumerate(zip(starts, strides, strict=True)):
+        every_stride = tiles_exactly(sizes[dim], taken[dim], window=1, stride=stride)
+        if start >= stride or not every_stride:
+            permuted.add(dim)
+    return _permuting(eqn, permuted)
 
 
 def dynamic_slice(eqn: Eqn) -> ShardingRule:
     """As for slice: the start of a full slice can only be 0. The start indices are scalars."""
-    factors = RuleBuilder.of(eqn)
-    changed = _resized(eqn)
-    for dim in range(len(factors.operands[0])):
-        factors.add(
-            FactorKind.PERMUTATION if dim in changed else FactorKind.PASS_THROUGH,
-            [(0, dim)],
-            [(0, dim)],
-        )
-    return factors.rule()
+    builder = RuleBuilder.of(eqn)
+    sizes = zip(builder.operands[0], builder.results[0], strict=True)
+    for dim, (size, taken) in enumerate(sizes):
+        builder.add_factor(_kind(size != taken), [(0, dim)], [(0, dim)])
+    return builder.build()
 
 
 def dynamic_update_slice(eqn: Eqn) -> ShardingRule:
-    """The operand continues in the result; the update joins where it is as large, else it is needed
-    NEED_REPLICATION.
+    """The operand continues in the result; the update joins where it is as large.
 
-    A device keeps its piece of the operand and writes what of the update falls into it.
+    Where it is not, it is NEED_REPLICATION: a device keeps its shard of the operand and writes what
+    of the update falls into it.
     """
-    factors = RuleBuilder.of(eqn)
-    for dim, (size, update) in enumerate(
-        zip(factors.operands[0], factors.operands[1], strict=True)
-    ):
-        joined = [(0, dim), (1, dim)] if size == update else [(0, dim)]
-        factors.add(FactorKind.PASS_THROUGH, joined, [(0, dim)])
-    return factors.rule()
+    builder = RuleBuilder.of(eqn)
+    sizes = zip(builder.operands[0], builder.operands[1], strict=True)
+    for dim, (size, update) in enumerate(sizes):
+        operands = (0, 1) if size == update else (0,)
+        builder.add_shared_dim(FactorKind.PASS_THROUGH, dim, operands, (0,))
+    return builder.build()
 
 
 def tile(eqn: Eqn) -> ShardingRule:
@@ -158,39 +146,31 @@ def tile(eqn: Eqn) -> ShardingRule:
     reps = ints(eqn.params["reps"])
     rank = len(eqn.outputs[0].shape)
     if len(eqn.inputs[0].shape) != rank:
-        return RuleBuilder.of(eqn).rule()
-    return _changed(eqn, frozenset(dim for dim, n in enumerate(reps[-rank:]) if n != 1))
+        return replicated_rule(eqn)
+    return _permuting(eqn, [dim for dim, n in enumerate(reps[-rank:]) if n != 1])
 
 
 def stack(eqn: Eqn) -> ShardingRule:
     """Operands of one shape along a new dimension, which is PERMUTATION as in concatenate."""
-    factors = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     axis = int(eqn.params["axis"])
-    for dim in range(len(factors.operands[0])):
+    for dim in range(len(builder.operands[0])):
+        operands = [(i, dim) for i in builder.all_operands]
         position = dim + (dim >= axis)
-        factors.add(
-            FactorKind.PASS_THROUGH,
-            [(i, dim) for i in range(len(factors.operands))],
-            [(0, position)],
-        )
-    factors.add(FactorKind.PERMUTATION, results=[(0, axis)])
-    return factors.rule()
+        builder.add_factor(FactorKind.PASS_THROUGH, operands, [(0, position)])
+    builder.add_factor(FactorKind.PERMUTATION, results=[(0, axis)])
+    return builder.build()
 
 
 def unstack(eqn: Eqn) -> ShardingRule:
     """The inverse of stack."""
-    factors = RuleBuilder.of(eqn)
+    builder = RuleBuilder.of(eqn)
     axis = int(eqn.params["axis"])
-    for dim in range(len(factors.operands[0])):
-        if dim != axis:
-            position = dim - (dim > axis)
-            factors.add(
-                FactorKind.PASS_THROUGH,
-                [(0, dim)],
-                [(i, position) for i in range(len(factors.results))],
-            )
-    factors.add(FactorKind.PERMUTATION, [(0, axis)])
-    return factors.rule()
+    for position, dim in enumerate(other_dims(len(builder.operands[0]), (axis,))):
+        results = [(i, position) for i in builder.all_results]
+        builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim)], results)
+    builder.add_factor(FactorKind.PERMUTATION, [(0, axis)])
+    return builder.build()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
