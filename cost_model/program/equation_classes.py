@@ -1,22 +1,20 @@
-"""Classes: equations of the same primitive, shapes and logical axes, and values that are read in the same
-ways, counted once.
+"""Classes of equations with the same cost, and of values that are read in the same ways.
 
-An unrolled model of 32 layers has as many classes as one of 2: a class has a multiplicity, and its
-cost depends only on how the rules split its few signatures.
+Equations of one class have the same primitive, shapes and logical axes. An unrolled model of 32
+layers has as many classes as one of 2: a class is counted once, with a multiplicity, and its cost
+depends only on how the rules split its few signatures.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import FactorKind
-from autoshard.cost_model.program.applied_constraints import AppliedConstraints
+from autoshard.cost_model.program.applied_constraints import AppliedConstraints, Reader
 from autoshard.cost_model.program.flops import flops
 from autoshard.cost_model.program.fusion_schedule import Schedule
 from autoshard.cost_model.program.halo import exchanges
@@ -31,7 +29,7 @@ class Operand:
 
     Attributes:
         value: The value.
-        factors: The loop of each dimension.
+        factors: The factor of each dimension.
         constant: True if it depends on no argument.
         transfers: How often its bytes go to or from memory for one run (elementwise chains fuse),
             mean of the class.
@@ -45,16 +43,16 @@ class Operand:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EquationClass:
-    """A class of equations.
+    """Equations with the same cost.
 
     Attributes:
         eqn: One of them.
-        kinds: Kinds of its loops.
+        kinds: Kinds of its factors.
         operands: Operands with a shape.
         results: Results, scalars too.
         flops: Of one run, unsharded.
-        stored_share: Share of the class whose results reach memory: those are operations of their own.
-        runs_per_call: How often such an equation runs per call.
+        stored_share: Share of the class that is not fused: those are operations of their own.
+        runs_per_call: How often such an equation runs per call of the program.
     """
 
     eqn: Eqn
@@ -68,20 +66,21 @@ class EquationClass:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ValueClass:
-    """A class of values with everything in one body that reads them.
+    """Values, and everything in one body that reads them.
 
     Attributes:
         value: One of them.
-        readers: (equation, loops of the operand), one per kind of reader.
+        readers: One reader per kind.
         members: [values] their `Value.index`.
         spans: [kinds of reader, values, 2]: the first and the last equation (`Eqn.index`) of a kind
             that reads a value.
-        moves_per_call: How often such a value is moved per call: as often as it is made, never where it
-            depends on no argument, for it is then made as it is read (but takes memory).
+        moves_per_call: How often such a value is resharded per call of the program: as often as it
+            is computed; never where it depends on no argument, for it is then computed as it is
+            read (but takes memory).
     """
 
     value: Value
-    readers: tuple[tuple[Eqn, tuple[int, ...]], ...]
+    readers: tuple[Reader, ...]
     members: NDArray[np.int64]
     spans: NDArray[np.int64]
     moves_per_call: float
@@ -94,8 +93,8 @@ class ProgramClasses:
     Attributes:
         equation_classes: Classes of equations.
         value_classes: Classes of values.
-        of_eqn: By `Eqn.index`, the class; -1 for equations with bodies, which cost nothing
-            themselves.
+        of_eqn: By `Eqn.index`, the number of its class; -1 for equations with bodies, which cost
+            nothing themselves.
     """
 
     equation_classes: tuple[EquationClass, ...]
@@ -103,177 +102,237 @@ class ProgramClasses:
     of_eqn: NDArray[np.int64]
 
 
+ReaderKind = tuple[int, tuple[int, ...]]
+"""The number of the reader's class, and the factors of what it reads."""
+ReadersByKind = dict[ReaderKind, list[Reader]]
+
+
+@dataclass(eq=False, slots=True)
+class _EquationMembers:
+    """The equations of a class, as they are found.
+
+    Attributes:
+        number: Number of the class.
+        eqn: The first of them.
+        runs_per_call: How often they run, together.
+        transfers: For each operand and result how often it is transferred, together; then how often
+            an equation is not fused.
+    """
+
+    number: int
+    eqn: Eqn
+    runs_per_call: float
+    transfers: list[float]
+
+
+@dataclass(eq=False, slots=True)
+class _ValueMembers:
+    """The values of a class, as they are found.
+
+    Attributes:
+        values: The values.
+        readers: For each value its readers.
+        moves_per_call: How often they are resharded, together.
+    """
+
+    values: list[Value] = field(default_factory=list)
+    readers: list[ReadersByKind] = field(default_factory=list)
+    moves_per_call: float = 0.0
+
+
 class _Builder:
     def __init__(
-        self, problem: Problem, plans: Mapping[Body, Schedule], applied: AppliedConstraints
+        self, problem: Problem, schedules: Mapping[Body, Schedule], applied: AppliedConstraints
     ) -> None:
         self._problem = problem
-        self._plans = plans
-        self._axes = problem.logical_axes.classes
+        self._schedules = schedules
+        self._classes = problem.logical_axes.classes
         self._applied = applied
-        self._seen_of: dict[int, int] = {}
-        self._seen_numbers: dict[object, int] = {}
+        self._kind_of_value: dict[int, int] = {}
+        self._value_kinds: dict[object, int] = {}
+        self._equations: dict[object, _EquationMembers] = {}
+        self._values: dict[object, _ValueMembers] = {}
+        self._of_eqn = np.full(len(problem.program.eqns), -1, dtype=np.int64)
 
     def build(self) -> ProgramClasses:
-        works: dict[object, list[Eqn]] = {}
-        work_times: dict[object, float] = defaultdict(float)
-        transfers: dict[object, list[float]] = defaultdict(list)
-        uses: dict[object, list[dict[object, list[tuple[Eqn, tuple[int, ...]]]]]] = defaultdict(
-            list
-        )
-        values: dict[object, list[Value]] = defaultdict(list)
-        use_times: dict[object, float] = defaultdict(float)
-        numbers: dict[object, int] = {}
-        of_eqn = np.full(len(self._problem.program.eqns), -1, dtype=np.int64)
-        for body, times in bodies_of(self._problem.program.body, 1.0):
-            readers: dict[Value, dict[object, list[tuple[Eqn, tuple[int, ...]]]]] = defaultdict(
-                dict
-            )
+        for body, runs in _bodies(self._problem.program.body, 1.0):
+            readers: dict[Value, ReadersByKind] = {}
             for eqn in body.eqns:
-                if eqn.bodies:
-                    continue
-                key = self._work_key(eqn)
-                number = of_eqn[eqn.index] = numbers.setdefault(key, len(numbers))
-                works.setdefault(key, []).append(eqn)
-                work_times[key] += times
-                often = _transfers(eqn, self._plans[body])
-                transfers[key] = [
-                    a + times * b for a, b in zip_longest(transfers[key], often, fillvalue=0.0)
-                ]
-                for operand in self._operands(eqn.inputs, self._axes.rules[eqn.index].operands):
-                    if not operand.constant or eqn.primitive not in FUSED:
-                        readers[operand.value].setdefault((number, operand.factors), []).append(
-                            (eqn, operand.factors)
-                        )
-            for value, found in readers.items():
-                constant = self._axes.constant[value.index]
-                use_key = (self._seen(value), constant, frozenset(found))
-                uses[use_key].append({kind: found[kind] for kind in sorted(found, key=repr)})
-                values[use_key].append(value)
-                use_times[use_key] += 0.0 if constant else times
+                if not eqn.bodies:
+                    number = self._add_equation(eqn, self._schedules[body], runs)
+                    self._add_reads(readers, eqn, number)
+            for value, by_kind in readers.items():
+                self._add_value(value, by_kind, runs)
         return ProgramClasses(
-            tuple(
-                self._work(eqns[0], work_times[key], transfers[key]) for key, eqns in works.items()
-            ),
-            tuple(
-                self._uses(values[key], members, use_times[key]) for key, members in uses.items()
-            ),
-            of_eqn,
+            tuple(map(self._equation_class, self._equations.values())),
+            tuple(map(self._value_class, self._values.values())),
+            self._of_eqn,
+        )
+
+    def _add_equation(self, eqn: Eqn, schedule: Schedule, runs: float) -> int:
+        """Adds an equation to its class, and returns the number of that."""
+        transfers = [runs * times for times in _transfers(eqn, schedule)]
+        key = self._equation_key(eqn)
+        members = self._equations.get(key)
+        if members is None:
+            members = _EquationMembers(len(self._equations), eqn, runs, transfers)
+            self._equations[key] = members
+        else:
+            members.runs_per_call += runs
+            pairs = zip(members.transfers, transfers, strict=True)
+            members.transfers = [before + more for before, more in pairs]
+        self._of_eqn[eqn.index] = members.number
+        return members.number
+
+    def _add_reads(self, readers: dict[Value, ReadersByKind], eqn: Eqn, number: int) -> None:
+        for operand in self._operands(eqn.inputs, self._classes.rules[eqn.index].operands):
+            if operand.constant and eqn.primitive in FUSED:
+                continue  # a fused reader computes a constant itself
+            by_kind = readers.setdefault(operand.value, {})
+            reader = Reader(eqn, operand.factors)
+            by_kind.setdefault((number, operand.factors), []).append(reader)
+
+    def _add_value(self, value: Value, by_kind: ReadersByKind, runs: float) -> None:
+        constant = self._classes.constant[value.index]
+        key = (self._value_kind(value), constant, frozenset(by_kind))
+        members = self._values.setdefault(key, _ValueMembers())
+        members.values.append(value)
+        members.readers.append({kind: by_kind[kind] for kind in sorted(by_kind, key=repr)})
+        members.moves_per_call += 0.0 if constant else runs
+
+    def _equation_class(self, members: _EquationMembers) -> EquationClass:
+        eqn, runs = members.eqn, members.runs_per_call
+        rule = self._classes.rules[eqn.index]
+        means = [transfers / runs if runs else 0.0 for transfers in members.transfers]
+        *transfers, stored_share = means
+        count = len(eqn.inputs)
+        return EquationClass(
+            eqn,
+            rule.kinds,
+            self._operands(eqn.inputs, rule.operands, transfers[:count]),
+            # scalars too: a partial sum may well be one
+            self._operands(eqn.outputs, rule.results, transfers[count:], scalars=True),
+            flops(eqn, rule),
+            stored_share,
+            runs,
+        )
+
+    def _value_class(self, members: _ValueMembers) -> ValueClass:
+        spans = []  # [values, kinds of reader, 2]
+        for by_kind in members.readers:
+            ends = [(of_kind[0].eqn.index, of_kind[-1].eqn.index) for of_kind in by_kind.values()]
+            spans.append(ends)
+        return ValueClass(
+            members.values[0],
+            tuple(of_kind[0] for of_kind in members.readers[0].values()),
+            np.array([value.index for value in members.values]),
+            np.array(spans).transpose(1, 0, 2),
+            members.moves_per_call,
         )
 
     def _operands(
         self,
         values: Sequence[Value],
-        maps: Sequence[tuple[int, ...]],
+        factor_maps: Sequence[tuple[int, ...]],
         transfers: Sequence[float] | None = None,
         *,
         scalars: bool = False,
     ) -> tuple[Operand, ...]:
-        often = [0.0] * len(values) if transfers is None else transfers
-        return tuple(
-            Operand(v, factors, self._axes.constant[v.index], times)
-            for v, factors, times in zip(values, maps, often, strict=True)
-            if v.itemsize and (v.shape or scalars)
-        )
+        if transfers is None:
+            transfers = [0.0] * len(values)
+        operands = []
+        for value, factors, times in zip(values, factor_maps, transfers, strict=True):
+            if value.itemsize and (value.shape or scalars):
+                constant = self._classes.constant[value.index]
+                operands.append(Operand(value, factors, constant, times))
+        return tuple(operands)
 
-    def _seen(self, value: Value) -> int:
-        """A number for what the cost of moving a value depends on; a pinned value is a class of its
-        own.
-        """
-        number = self._seen_of.get(value.index)
+    def _value_kind(self, value: Value) -> int:
+        """A number for what the cost of resharding a value depends on."""
+        number = self._kind_of_value.get(value.index)
         if number is None:
-            number = self._seen_numbers.setdefault(self._look_at(value), len(self._seen_numbers))
-            self._seen_of[value.index] = number
+            number = self._value_kinds.setdefault(self._value_key(value), len(self._value_kinds))
+            self._kind_of_value[value.index] = number
         return number
 
-    def _look_at(self, value: Value) -> object:
-        pinned = value.index if value.index in self._problem.pins else -1
-        made_for = tuple(
-            (self._problem.factor_signature(e), factors)
-            for e, factors in self._applied.get(value.index, ())
-        )
-        return self._problem.value_signature(value), value.itemsize, pinned, made_for
+    def _value_key(self, value: Value) -> object:
+        pinned = value.index if value.index in self._problem.pins else -1  # a class of its own
+        applied = []
+        for eqn, factors in self._applied.get(value.index, ()):
+            applied.append((self._problem.factor_signature(eqn), factors))
+        return self._problem.value_signature(value), value.itemsize, pinned, tuple(applied)
 
-    def _work_key(self, eqn: Eqn) -> object:
-        rule = self._axes.rules[eqn.index]
+    def _equation_key(self, eqn: Eqn) -> object:
+        """Equal for equations whose costs are, however the rules split them."""
+        rule = self._classes.rules[eqn.index]
         family = "elementwise" if eqn.primitive in FUSED else eqn.primitive
-
-        def side(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> object:
-            return tuple((self._seen(v), factors) for v, factors in zip(values, maps, strict=True))
-
+        places = [(self._value_kind(value), factors) for value, factors in rule.places(eqn)]
         return (
-            family, flops(eqn, rule), rule.kinds, self._problem.factor_signature(eqn), side(eqn.inputs, rule.operands),
-            side(eqn.outputs, rule.results), exchanges(eqn, rule),
-        )  # fmt: skip
-
-    def _work(self, eqn: Eqn, times: float, transfers: Sequence[float]) -> EquationClass:
-        rule = self._axes.rules[eqn.index]
-        *often, stores = (moved / times if times else 0.0 for moved in transfers)
-        count = len(eqn.inputs)
-        operands = self._operands(eqn.inputs, rule.operands, often[:count])
-        results = self._operands(  # a partial sum may well be a scalar
-            eqn.outputs, rule.results, often[count:], scalars=True
+            family,
+            flops(eqn, rule),
+            rule.kinds,
+            self._problem.factor_signature(eqn),
+            len(eqn.inputs),
+            tuple(places),
+            exchanges(eqn, rule),
         )
-        return EquationClass(eqn, rule.kinds, operands, results, flops(eqn, rule), stores, times)
-
-    def _uses(
-        self,
-        values: Sequence[Value],
-        members: Sequence[dict[object, list[tuple[Eqn, tuple[int, ...]]]]],
-        times: float,
-    ) -> ValueClass:
-        readers = tuple(found[0] for found in members[0].values())
-        indices = np.array([v.index for v in values])
-        spans = [
-            [(found[0][0].index, found[-1][0].index) for found in member.values()]
-            for member in members
-        ]
-        return ValueClass(values[0], readers, indices, np.array(spans).transpose(1, 0, 2), times)
 
 
-def _transfers(eqn: Eqn, plan: Schedule) -> list[float]:
-    """How often the bytes of each operand and result go to or from memory, then 1 if the equation
-    stores anything.
-
-    What looks up a part of its operand reads as much as it returns; an update in place reads and
-    writes what it puts in (a scatter-add reads that place as well). A reshape moves nothing.
-    """
-    operands, results = len(eqn.inputs), len(eqn.outputs)
-    loads = plan.loads.get(eqn.index, frozenset())
-    fused = eqn.index in plan.fused
+def _transfers(eqn: Eqn, schedule: Schedule) -> list[float]:
+    """How often the bytes of each operand and result go to or from memory; then 1 if not fused."""
+    reads = [0.0] * len(eqn.inputs)
+    writes = [0.0] * len(eqn.outputs)
     if eqn.primitive in BITCASTS:
-        return [0.0] * (operands + results + 1)
-    reads = [1.0 if number in loads else 0.0 for number in range(operands)]
-    writes = [1.0 if value in plan.stored else 0.0 for value in eqn.outputs]
+        return [*reads, *writes, 0.0]
+    for number in schedule.loads.get(eqn.index, ()):
+        reads[number] = 1.0
+    for number, value in enumerate(eqn.outputs):
+        if value in schedule.stored:
+            writes[number] = 1.0
+    fused = eqn.index in schedule.fused
     if eqn.primitive in LOOKUPS:
-        writes = [often + reads[0] for often in writes] if not fused else [reads[0]]
-        reads[0] = 0.0
+        _look_up(reads, writes, fused)
     elif eqn.primitive in UPDATES:
-        last = 1 if eqn.primitive == "dynamic_update_slice" else 2
-        reads[0], writes = 0.0, [0.0]
-        reads[last] = 2.0 if eqn.primitive in ("dynamic_update_slice", "scatter") else 3.0
+        _update_in_place(eqn, reads, writes)
     return [*reads, *writes, 0.0 if fused else 1.0]
 
 
+def _look_up(reads: list[float], writes: list[float], fused: bool) -> None:
+    """What looks up a part of its first operand reads only as much as it returns."""
+    for number, times in enumerate(writes):
+        writes[number] = reads[0] if fused else times + reads[0]
+    reads[0] = 0.0
+
+
+def _update_in_place(eqn: Eqn, reads: list[float], writes: list[float]) -> None:
+    """What updates in place reads the update and writes as much.
+
+    A scatter that combines (adds, takes the larger) reads the old values there as well.
+    """
+    update = 1 if eqn.primitive == "dynamic_update_slice" else 2
+    replaces = eqn.primitive in ("dynamic_update_slice", "scatter")
+    reads[0], writes[0] = 0.0, 0.0
+    reads[update] = 2.0 if replaces else 3.0
+
+
 def find_classes(
-    problem: Problem, plans: Mapping[Body, Schedule], applied: AppliedConstraints
+    problem: Problem, schedules: Mapping[Body, Schedule], applied: AppliedConstraints
 ) -> ProgramClasses:
     """The classes of a problem's program.
 
     Args:
         problem: The problem.
-        plans: What fuses in each body (`schedule.schedules`).
+        schedules: What fuses in each body (`fusion_schedule.schedules`).
         applied: Its applied constraints.
     """
-    return _Builder(problem, plans, applied).build()
+    return _Builder(problem, schedules, applied).build()
 
 
-def bodies_of(body: Body, times: float) -> Iterator[tuple[Body, float]]:
+def _bodies(body: Body, runs: float) -> Iterator[tuple[Body, float]]:
     """Every body with how often it runs; unknown trip counts count once, branches share one run."""
-    yield body, times
+    yield body, runs
     for eqn in body.eqns:
         share = 1.0 / len(eqn.bodies) if eqn.primitive == "cond" else 1.0
         for inner in eqn.bodies:
-            yield from bodies_of(
-                inner, times * share * (1 if inner.trip_count is None else inner.trip_count)
-            )
+            trip_count = 1 if inner.trip_count is None else inner.trip_count
+            yield from _bodies(inner, runs * share * trip_count)
