@@ -53,18 +53,21 @@ class Scope:
             RuleError: If the text is no scope.
         """
         kind, _, logical_axis = text.partition(" ")
-        scope = cls(ScopeKind(kind), logical_axis) if kind in set(ScopeKind) else None
-        if scope is None or scope.is_condition != bool(logical_axis):
-            raise RuleError(
-                f"({text}) does not say where a rule holds. Use 'everywhere', 'optimizer', "
-                f"'with AXIS' or 'without AXIS'."
-            )
-        return scope
+        if kind in set(ScopeKind):
+            scope = cls(ScopeKind(kind), logical_axis)
+            if scope.is_condition == bool(logical_axis):
+                return scope
+        raise RuleError(
+            f"({text}) does not say where a rule holds. Use 'everywhere', 'optimizer', "
+            f"'with AXIS' or 'without AXIS'."
+        )
 
 
 EVERYWHERE = Scope(ScopeKind.EVERYWHERE)
 OPTIMIZER = Scope(ScopeKind.OPTIMIZER)
 
+# `logical axis->mesh axis (scope) @occurrence`. `axes.logical_axes` replaces the characters that
+# would be ambiguous here (spaces, parentheses, `@` and `->`) in the names that it gives.
 _TEXT = re.compile(
     r"\s*(?P<logical_axis>\S+?)\s*->\s*(?P<mesh_axis>[^\s()@][^()@]*?)"
     r"(?:\s+\((?P<where>[^)]*)\))?"

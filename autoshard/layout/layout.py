@@ -1,14 +1,14 @@
-"""Stage 4: axis rules to specs, by first-fit with divisibility.
+"""Layouts: axis rules to specs, by first-fit with divisibility.
 
-An axis rule sends a logical axis to a mesh axis. For each array the rules are tried in order: a rule takes
-the (first or last) dimension of its logical axis if its mesh axis is still unused in this array and divides
-what is left of the dimension. The same first-fit over the *loops* of an equation says how the work
-itself is split.
+An axis rule sends a logical axis to a mesh axis. For each array the rules are tried in order: a
+rule takes the (first or last) dimension of its logical axis if its mesh axis is still unused in
+this array and divides what is left of the dimension. The same first-fit over the *factors* of an
+equation says how its computation is sharded.
 
-Where a logical axis is present but its mesh axis divides none of its dimensions, and nothing else takes
-that axis, the dimensions that no rule split are *open*: inside the function they are left to the
-partitioner (`PartitionSpec.UNCONSTRAINED`), which may split the axis into factors, and never pinned
-replicated.
+Where a logical axis is present but its mesh axis divides none of its dimensions, and nothing else
+takes that mesh axis, the dimensions that no rule split are *open*: inside the function they are
+left to the partitioner (`PartitionSpec.UNCONSTRAINED`), which may split the mesh axis into
+divisors, and never pinned replicated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.tracing.program import Eqn, Value
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Axis rules bound to a problem: answers what the spec of any value or work is.
+    """Axis rules bound to a problem: answers how any value or equation is sharded.
 
     Attributes:
         problem: The problem.
@@ -38,49 +38,41 @@ class Layout:
     rules: tuple[AxisRule, ...]
     inside: bool = True
     bound: tuple[BoundRule, ...] = field(init=False, repr=False)
-    _memo: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
+    _fits: dict[Signature, Fit] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "bound",
-            tuple(b for rule in self.rules if (b := bind(self.problem, rule)).size > 1),
-        )
+        bound = [bind(self.problem, rule) for rule in self.rules]
+        object.__setattr__(self, "bound", tuple(rule for rule in bound if rule.size > 1))
 
     def fit_signature(self, signature: Signature) -> Fit:
         """First-fit of a signature, remembered."""
-        if signature not in self._memo:
-            logical_axes, sizes, optimizer, disallowed = signature
-            self._memo[signature] = first_fit(
-                logical_axes, sizes, self.bound, optimizer, disallowed=disallowed
-            )
-        return self._memo[signature]
+        if signature not in self._fits:
+            self._fits[signature] = first_fit(signature, self.bound)
+        return self._fits[signature]
 
     def fit(self, value: Value) -> Fit:
         """Spec and open dimensions of a value; a pin decides where there is one."""
         pin = self.problem.pins.get(value.index)
-        return (
-            self.fit_signature(self.problem.value_signature(value))
-            if pin is None
-            else Fit(pin, frozenset())
-        )
+        if pin is not None:
+            return Fit(pin, frozenset())
+        return self.fit_signature(self.problem.value_signature(value))
 
     def factor_sharding(self, eqn: Eqn) -> Fit:
-        """How the loops of an equation are split, and which loops are open."""
+        """How the factors of an equation are split, and which of them are open."""
         return self.fit_signature(self.problem.factor_signature(eqn))
 
     def input_specs(self) -> tuple[Spec, ...]:
         """Specs of the argument leaves."""
-        return tuple(self.fit(v).spec for v in self.problem.program.body.inputs)
+        return tuple(self.fit(value).spec for value in self.problem.program.body.inputs)
 
     def output_specs(self) -> tuple[Spec, ...]:
         """Specs of the output leaves."""
-        return tuple(self.fit(v).spec for v in self.problem.program.body.outputs)
+        return tuple(self.fit(value).spec for value in self.problem.program.body.outputs)
 
     def key(self) -> str:
         """Digest of the effective layout: equal for rule lists that split every value and every
-        work alike.
+        equation alike.
         """
         seen = self.problem.signatures if self.inside else self.problem.edge_signatures
-        specs = [self.fit_signature(signature) for signature in seen]
-        return hashlib.blake2b(repr((self.inside, specs)).encode(), digest_size=10).hexdigest()
+        fits = [self.fit_signature(signature) for signature in seen]
+        return hashlib.blake2b(repr((self.inside, fits)).encode(), digest_size=10).hexdigest()

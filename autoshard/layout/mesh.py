@@ -1,24 +1,19 @@
-"""Meshes: from a string or a `jax.sharding.Mesh` of any axis types to the Auto version that the
-search works on.
-"""
+"""Meshes: from a string or any `jax.sharding.Mesh` to the Auto version that the search works on."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard.devices.mesh_text import parse_axes
+from autoshard.devices.target import Target
 from autoshard.errors import MeshError
 from autoshard.layout.spec import Spec, to_partition_spec
-
-if TYPE_CHECKING:
-    from autoshard.devices.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +56,8 @@ class MeshInfo:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Numbers of the processes whose devices these are, in order; one for a target, whose
-        devices are not here.
-        """
+        """Numbers of the processes whose devices these are, in order."""
+        # The devices of a target belong to hosts that are not here: this process plans for all.
         if self.target is not None:
             return (0,)
         return tuple(sorted({int(device.process_index) for device in self.user.devices.flat}))
@@ -83,23 +77,22 @@ class MeshInfo:
 
     @property
     def far_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which devices lie in different slices (TPU) or hosts (GPU): a slower
-        network joins those.
-        """
+        """Mesh axes that cross a slower network: slices of TPUs, hosts of GPUs."""
         if self.platform not in ("tpu", "gpu"):
             return ()
-        place = "slice_index" if self.platform == "tpu" else "process_index"
-        places = [getattr(device, place, None) or 0 for device in self.user.devices.flat]
-        of_device = np.array(places).reshape(self.user.devices.shape)
+        attribute = "slice_index" if self.platform == "tpu" else "process_index"
+        # None (and no attribute at all) stands for a single slice.
+        numbers = [getattr(device, attribute, None) or 0 for device in self.user.devices.flat]
+        # [size of each mesh axis]: slice or host of each device.
+        islands = np.array(numbers).reshape(self.user.devices.shape)
         return tuple(
-            name for i, name in enumerate(self.axes) if (np.diff(of_device, axis=i) != 0).any()
+            name for i, name in enumerate(self.axes) if (np.diff(islands, axis=i) != 0).any()
         )
 
     def explicit_part(self, spec: Spec) -> NamedSharding:
         """The part of a sharding that jax tracks in types on this mesh: Explicit axes only."""
-        return self.sharding(
-            tuple(tuple(a for a in axes if a in self.explicit_axes) for axes in spec)
-        )
+        explicit = self.explicit_axes
+        return self.sharding(tuple(tuple(a for a in axes if a in explicit) for axes in spec))
 
     def sharding(self, spec: Spec) -> NamedSharding:
         """A NamedSharding on the user's mesh."""
@@ -107,7 +100,7 @@ class MeshInfo:
 
 
 def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
-    """The mesh to work on.
+    """The user's mesh and its Auto version.
 
     Args:
         mesh: A Mesh with Auto or Explicit axes, or a string over the local devices.
@@ -117,25 +110,30 @@ def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
             Manual axes.
     """
     if isinstance(mesh, str):
-        axes = parse_axes(mesh)
-        devices = jax.devices()
-        need = math.prod(axes.values())
-        if need != len(devices):
-            fix = (
-                f"--cpu-devices {need}"
-                if devices[0].platform == "cpu"
-                else "a mesh of that many devices"
-            )
-            raise MeshError(
-                f"mesh={mesh!r} needs {need} devices, but this process has {len(devices)} "
-                f"{devices[0].platform} "
-                f"devices. Use sizes whose product is {len(devices)}, or {fix} "
-                f'(in Python: jax.config.update("jax_num_cpu_devices", {need}) before anything '
-                f"else; "
-                f"or pass a jax.sharding.Mesh over a part of the devices)."
-            )
-        grid = np.array(devices).reshape(tuple(axes.values()))
-        mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        mesh = _over_local_devices(mesh)
+    _check(mesh)
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return MeshInfo(mesh, auto)
+
+
+def _over_local_devices(text: str) -> Mesh:
+    axes = parse_axes(text)
+    devices = jax.devices()
+    needed = math.prod(axes.values())
+    if needed != len(devices):
+        platform = devices[0].platform
+        fix = f"--cpu-devices {needed}" if platform == "cpu" else "a mesh of that many devices"
+        raise MeshError(
+            f"mesh={text!r} needs {needed} devices, but this process has {len(devices)} "
+            f"{platform} devices. Use sizes whose product is {len(devices)}, or {fix} "
+            f'(in Python: jax.config.update("jax_num_cpu_devices", {needed}) before anything '
+            f"else; or pass a jax.sharding.Mesh over a part of the devices)."
+        )
+    grid = np.array(devices).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _check(mesh: object) -> None:
     if not isinstance(mesh, Mesh):
         raise MeshError(
             f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh or a string such as "
@@ -143,15 +141,13 @@ def resolve_mesh(mesh: Mesh | str) -> MeshInfo:
         )
     if not mesh.devices.size:
         raise MeshError("the mesh has no devices.")
-    odd = [name for name in mesh.axis_names if not isinstance(name, str) or not name.isascii()]
-    if odd:
-        raise MeshError(
-            f"mesh axis {odd[0]!r}: some compilers abort on such a name. Use ASCII text, such as "
-            f"'data'."
-        )
+    for name in mesh.axis_names:
+        if not isinstance(name, str) or not name.isascii():
+            raise MeshError(
+                f"mesh axis {name!r}: some compilers abort on such a name. Use ASCII text, such as "
+                f"'data'."
+            )
     if any(kind == AxisType.Manual for kind in mesh.axis_types):
         raise MeshError(
             "the mesh has Manual axes: those belong inside shard_map. Pass the mesh outside of it."
         )
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return MeshInfo(mesh, auto)

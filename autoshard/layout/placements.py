@@ -325,10 +325,7 @@ class Placements:
             for b in range(a):
                 meet |= (rows[a] == rows[b]) & (rows[a] >= 0) & self._free
         for column in np.flatnonzero(meet).tolist():
-            logical_axes, sizes, optimizer, disallowed = self.problem.signatures[column]
-            placed = self._placed(
-                first_fit(logical_axes, sizes, rules, optimizer, disallowed=disallowed)
-            )
+            placed = self._placed(first_fit(self.problem.signatures[column], rules))
             for row, dim in zip(rows, placed, strict=True):
                 row[column] = dim
         return [kept.add(row) for kept, row in zip(self.rows, rows, strict=True)]
@@ -404,8 +401,7 @@ class Placements:
             rules = self._rules_of_list[axis][number]
             row = self.rows[axis].array[self._row_of_list[axis][number]].copy()
             for column, shard_sizes in zip(columns.tolist(), left.tolist(), strict=True):
-                logical_axes, sizes, optimizer, disallowed = self.problem.signatures[column]
-                fit = first_fit(logical_axes, sizes, rules, optimizer, shard_sizes, disallowed)
+                fit = first_fit(self.problem.signatures[column], rules, shard_sizes)
                 row[column] = self._placed(fit)[axis]
             self._refitted[key] = self.rows[axis].add(row)
         return self._refitted[key]

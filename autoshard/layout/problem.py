@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autoshard.axes.argument_groups import Groups
 from autoshard.axes.axis_classes import NO_AXIS
@@ -18,7 +19,12 @@ from autoshard.tracing.program import Eqn, Program, Value
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Outcome of first-fit: the mesh axes of each dimension, and the dimensions left open."""
+    """Outcome of first-fit.
+
+    Attributes:
+        spec: The mesh axes of each dimension, or factor.
+        open_dims: Those left to the partitioner, see `layout`.
+    """
 
     spec: Spec
     open_dims: frozenset[int]
@@ -26,7 +32,17 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class BoundRule:
-    """An axis rule bound to logical axis numbers and an axis size."""
+    """An axis rule as numbers.
+
+    Attributes:
+        logical_axis: Index of its logical axis.
+        mesh_axis: Name of its mesh axis.
+        size: Devices along the mesh axis.
+        last: True where it takes the last dimension that fits, not the first.
+        optimizer: True where it holds in the optimizer state alone.
+        needs: Logical axis that a value must have for the rule to hold.
+        forbids: Logical axis that a value must not have.
+    """
 
     logical_axis: int
     mesh_axis: str
@@ -37,65 +53,77 @@ class BoundRule:
     forbids: int | None
 
 
+class Signature(NamedTuple):
+    """What first-fit looks at: values and equations with the same signature are split alike.
+
+    Attributes:
+        logical_axes: Logical axis of each dimension of a value, or factor of an equation.
+        sizes: Size of each.
+        optimizer: True for the optimizer state, and for equations that write it.
+        disallowed: Mesh axes kept from dimensions by the user; () for equations.
+    """
+
+    logical_axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    optimizer: bool
+    disallowed: Disallowed
+
+
 def first_fit(
-    logical_axes: Sequence[int],
-    sizes: Sequence[int],
-    rules: Iterable[BoundRule],
-    optimizer: bool,
-    shard_sizes: Sequence[int] | None = None,
-    disallowed: Disallowed = (),
+    signature: Signature, rules: Iterable[BoundRule], shard_sizes: Sequence[int] | None = None
 ) -> Fit:
-    """First-fit with divisibility over the dimensions of one value, or the loops of one equation.
+    """First-fit with divisibility over the dimensions of a value, or the factors of an equation.
 
     Args:
-        logical_axes: Logical axis of each dimension.
-        sizes: Size of each.
+        signature: Of the value or equation.
         rules: In order.
-        optimizer: True for values of the optimizer state.
         shard_sizes: What is left of each size where other mesh axes already split it.
-        disallowed: See `Disallowed`.
     """
-    spec: list[tuple[str, ...]] = [()] * len(sizes)
-    left = list(sizes if shard_sizes is None else shard_sizes)
-    used: set[str] = set()
-    misfits: dict[str, list[int]] = {}
+    spec: list[tuple[str, ...]] = [()] * len(signature.sizes)
+    left = list(signature.sizes if shard_sizes is None else shard_sizes)
+    placed: set[str] = set()
+    misfits: set[str] = set()
     for rule in rules:
-        if (
-            rule.mesh_axis in used
-            or rule.logical_axis not in logical_axes
-            or (rule.optimizer and not optimizer)
-        ):
+        if rule.mesh_axis in placed or not _applies(rule, signature):
             continue
-        if (rule.needs is not None and rule.needs not in logical_axes) or (
-            rule.forbids is not None and rule.forbids in logical_axes
-        ):
-            continue
-        dims = [
-            d
-            for d, logical_axis in enumerate(logical_axes)
-            if logical_axis == rule.logical_axis and sizes[d] > 1
-        ]
-        if disallowed:
-            dims = [d for d in dims if rule.mesh_axis not in disallowed[d]]
-        fitting = [d for d in dims if left[d] % rule.size == 0]
+        dims = _dims_of(rule, signature)
+        fitting = [dim for dim in dims if left[dim] % rule.size == 0]
         if fitting:
             dim = fitting[-1] if rule.last else fitting[0]
             spec[dim] += (rule.mesh_axis,)
             left[dim] //= rule.size
-            used.add(rule.mesh_axis)
-        else:
-            misfits.setdefault(rule.mesh_axis, []).extend(dims)
-    unplaced = {dim for axis, dims in misfits.items() if axis not in used for dim in dims}
-    if (
-        unplaced
-    ):  # the partitioner may give the mesh axis, or a factor of it, to any dimension without one
-        unplaced = {dim for dim, axes in enumerate(spec) if not axes}
-    return Fit(tuple(spec), frozenset(unplaced))
+            placed.add(rule.mesh_axis)
+        elif dims:
+            misfits.add(rule.mesh_axis)
+
+    open_dims: set[int] = set()
+    if misfits - placed:
+        # The partitioner may give the mesh axis, or a divisor of it, to any dimension without one.
+        open_dims = {dim for dim, axes in enumerate(spec) if not axes}
+    return Fit(tuple(spec), frozenset(open_dims))
 
 
-Signature = tuple[tuple[int, ...], tuple[int, ...], bool, Disallowed]
-"""What first-fit looks at: logical axes and sizes of a value's dimensions (or an equation's loops),
-whether it is optimizer state, and what is barred."""
+def _applies(rule: BoundRule, signature: Signature) -> bool:
+    """Whether the scope of a rule takes a signature in."""
+    present = signature.logical_axes
+    if rule.logical_axis not in present:
+        return False
+    if rule.optimizer and not signature.optimizer:
+        return False
+    if rule.needs is not None and rule.needs not in present:
+        return False
+    return rule.forbids is None or rule.forbids not in present
+
+
+def _dims_of(rule: BoundRule, signature: Signature) -> list[int]:
+    """The dimensions that a rule may split, whether or not its mesh axis divides them."""
+    dims = []
+    for dim, logical_axis in enumerate(signature.logical_axes):
+        if logical_axis != rule.logical_axis or signature.sizes[dim] <= 1:
+            continue
+        if not signature.disallowed or rule.mesh_axis not in signature.disallowed[dim]:
+            dims.append(dim)
+    return dims
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +131,14 @@ class Problem:
     """What stays fixed while candidates vary.
 
     Attributes:
-        logical_axes: The roles.
+        logical_axes: The logical axes of the program.
         groups: Groups of the arguments.
         mesh_axes: Size of each mesh axis, in mesh order.
         pins: Specs fixed by the user, by `Value.index`.
-        disallowed: Mesh axes that the user keeps from dimensions, by `Value.index`.
         unstated: Logical axes without effect: no constraint and no argument has them
-            (`constrain.unstated_roles`).
-        signatures: Every distinct signature of the program's values and works, in a stable order.
+            (`constraints.unstated_logical_axes`).
+        disallowed: Mesh axes that the user keeps from dimensions, by `Value.index`.
+        signatures: Every distinct signature with a logical axis, in a stable order.
         edge_signatures: Those of the argument and output leaves.
     """
 
@@ -126,28 +154,15 @@ class Problem:
     _of_factors: tuple[Signature, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        program, inside = self.logical_axes.classes.program, self.groups.optimizer_values
-        of_value = tuple(
-            (
-                self._able(self.logical_axes.of_value[v.index]),
-                v.shape,
-                v.index in inside,
-                self.disallowed.get(v.index, ()),
-            )
-            for v in program.values
-        )
-        of_work = tuple(map(self._signature_of_factors, program.eqns))
-        edges = {of_value[v.index] for v in (*program.body.inputs, *program.body.outputs)}
-
-        def split(found: Iterable[Signature]) -> tuple[Signature, ...]:
-            return tuple(
-                sorted(s for s in found if any(logical_axis != NO_AXIS for logical_axis in s[0]))
-            )
+        body = self.program.body
+        of_value = tuple(map(self._signature_of_value, self.program.values))
+        of_factors = tuple(map(self._signature_of_factors, self.program.eqns))
+        at_edge = {of_value[value.index] for value in (*body.inputs, *body.outputs)}
 
         object.__setattr__(self, "_of_value", of_value)
-        object.__setattr__(self, "_of_factors", of_work)
-        object.__setattr__(self, "signatures", split({*of_value, *of_work}))
-        object.__setattr__(self, "edge_signatures", split(edges))
+        object.__setattr__(self, "_of_factors", of_factors)
+        object.__setattr__(self, "signatures", _with_logical_axes({*of_value, *of_factors}))
+        object.__setattr__(self, "edge_signatures", _with_logical_axes(at_edge))
 
     @property
     def program(self) -> Program:
@@ -159,24 +174,42 @@ class Problem:
         return self._of_value[value.index]
 
     def factor_signature(self, eqn: Eqn) -> Signature:
-        """Signature of an equation's loops; NEED_REPLICATION loops have no logical axis, so they are never split."""
+        """Signature of an equation's factors."""
         return self._of_factors[eqn.index]
 
-    def _signature_of_factors(self, eqn: Eqn) -> Signature:
-        rule = self.logical_axes.classes.rules[eqn.index]
-        factors = self.logical_axes.factors(eqn)
-        able = (
-            NO_AXIS if k is FactorKind.NEED_REPLICATION else logical_axis
-            for k, (logical_axis, _) in zip(rule.kinds, factors, strict=True)
+    def _signature_of_value(self, value: Value) -> Signature:
+        return Signature(
+            self._without_unstated(self.logical_axes.of_value[value.index]),
+            value.shape,
+            value.index in self.groups.optimizer_values,
+            self.disallowed.get(value.index, ()),
         )
-        optimizer = any(v.index in self.groups.optimizer_values for v in eqn.outputs)
-        return self._able(able), tuple(size for _, size in factors), optimizer, ()
 
-    def _able(self, logical_axes: Iterable[int]) -> tuple[int, ...]:
-        return tuple(
-            NO_AXIS if logical_axis in self.unstated else logical_axis
-            for logical_axis in logical_axes
+    def _signature_of_factors(self, eqn: Eqn) -> Signature:
+        kinds = self.logical_axes.classes.rules[eqn.index].kinds
+        splittable: list[int] = []
+        sizes: list[int] = []
+        for kind, (logical_axis, size) in zip(kinds, self.logical_axes.factors(eqn), strict=True):
+            # Without a logical axis no rule takes the factor, so it is never split.
+            replicated = kind is FactorKind.NEED_REPLICATION
+            splittable.append(NO_AXIS if replicated else logical_axis)
+            sizes.append(size)
+        optimizer = any(out.index in self.groups.optimizer_values for out in eqn.outputs)
+        return Signature(self._without_unstated(splittable), tuple(sizes), optimizer, ())
+
+    def _without_unstated(self, logical_axes: Iterable[int]) -> tuple[int, ...]:
+        return tuple(NO_AXIS if axis in self.unstated else axis for axis in logical_axes)
+
+
+def _with_logical_axes(signatures: Iterable[Signature]) -> tuple[Signature, ...]:
+    """Those that a rule may split, in a stable order."""
+    return tuple(
+        sorted(
+            signature
+            for signature in signatures
+            if any(axis != NO_AXIS for axis in signature.logical_axes)
         )
+    )
 
 
 def bind(problem: Problem, rule: AxisRule) -> BoundRule:
@@ -188,8 +221,7 @@ def bind(problem: Problem, rule: AxisRule) -> BoundRule:
     if rule.mesh_axis not in problem.mesh_axes:
         raise RuleError(
             f"rule '{rule}' names mesh axis {rule.mesh_axis!r}, but the mesh has "
-            f"{dict(problem.mesh_axes)}. "
-            f"Use one of {list(problem.mesh_axes)}."
+            f"{dict(problem.mesh_axes)}. Use one of {list(problem.mesh_axes)}."
         )
     scope = rule.where
     other = None
@@ -209,10 +241,10 @@ def bind(problem: Problem, rule: AxisRule) -> BoundRule:
 def _logical_axis_number(problem: Problem, name: str, rule: AxisRule) -> int:
     logical_axis = problem.logical_axes.by_name(name)
     if logical_axis is None:
-        names = [r.name for r in problem.logical_axes.axes]
+        names = [axis.name for axis in problem.logical_axes.axes]
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:8]
         raise RuleError(
-            f"rule '{rule}' names logical axis {name!r}, which this function does not have. Nearest: "
-            f"{near}."
+            f"rule '{rule}' names logical axis {name!r}, which this function does not have. "
+            f"Nearest: {near}."
         )
     return logical_axis.index

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -22,23 +23,33 @@ def to_partition_spec(spec: Spec, open_dims: Iterable[int] = ()) -> PartitionSpe
     P('data', None, ('fsdp', 'model'))
     """
     unconstrained = frozenset(open_dims)
-    entries = [
-        PartitionSpec.UNCONSTRAINED
-        if d in unconstrained and not axes
-        else axes[0]
-        if len(axes) == 1
-        else axes or None
-        for d, axes in enumerate(spec)
-    ]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    entries: list[Any] = []
+    for dim, axes in enumerate(spec):
+        if axes:
+            entries.append(axes[0] if len(axes) == 1 else axes)
+        elif dim in unconstrained:
+            entries.append(PartitionSpec.UNCONSTRAINED)
+        else:
+            entries.append(None)
+    return trimmed(entries)
+
+
+def trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    """A PartitionSpec of these entries without trailing Nones, which `==` would tell apart."""
+    rank = len(entries)
+    while rank and entries[rank - 1] is None:
+        rank -= 1
+    return PartitionSpec(*entries[:rank])
 
 
 def shard_count(spec: Spec, mesh_axes: Mapping[str, int]) -> int:
-    """Number of pieces a value of this spec is cut into."""
-    pieces = 1
+    """Number of distinct shards of a value of this spec.
+
+    >>> shard_count((("data",), ("model",)), {"data": 4, "model": 2})
+    8
+    """
+    shards = 1
     for axes in spec:
         for axis in axes:
-            pieces *= mesh_axes[axis]
-    return pieces
+            shards *= mesh_axes[axis]
+    return shards

@@ -1,5 +1,4 @@
-"""What a plan would cost otherwise: with other pins, or with another spec of one leaf. Predicted,
-compiled if asked.
+"""What-ifs: a plan with other pins, or with another spec of one leaf; predicted, compiled if asked.
 
 The tables of a plan's predictor are built at the first question (`Leaves`), with a column of its
 own for every leaf; each later one changes a few entries of a row of theirs, which takes
@@ -9,14 +8,12 @@ milliseconds.
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from rich.table import Table
 
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.compiler.bound_plan import BoundPlan
@@ -30,14 +27,18 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.pins import PinMap, resolve_pins
 from autoshard.layout.problem import Problem, first_fit
 from autoshard.layout.spec import Spec, shard_count, to_partition_spec
-from autoshard.report.text_table import render
+from autoshard.report.text_table import TextTable, columns, render
 from autoshard.text import bytes_text, seconds_text
 from autoshard.tracing.program import Value
 
 MOST_ALTERNATIVES = 64
+"""Specs of one leaf that are predicted at most: every one of a matrix on a mesh of three axes (27),
+of larger ones the first. Chosen by hand, no test depends on it."""
 
-_tables: weakref.WeakKeyDictionary[BoundPlan, dict[str | None, Leaves]]
-_tables = weakref.WeakKeyDictionary()
+SAME = 5e-4
+"""Relative difference below which two numbers are called the same: what rounds to 0.0 %."""
+
+_tables: WeakKeyDictionary[BoundPlan, dict[str | None, Leaves]] = WeakKeyDictionary()
 """Built tables, by plan and hardware; they go with their plan."""
 
 
@@ -46,6 +47,7 @@ class WhatIf:
     """A plan with other pins, predicted; `compile()` asks the compiler.
 
     Attributes:
+        plan: The plan.
         pins: What is pinned.
         layout: The plan's rules with these pins.
         before: Prediction of the plan.
@@ -64,14 +66,12 @@ class WhatIf:
         return compile_built(built, self.plan.mesh, compiler_options=self.plan.compiler_options)
 
     def __str__(self) -> str:
-        return f"{_against(self.after, self.before)} (predicted)"
+        return f"{_comparison(self.after, self.before)} (predicted)"
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One spec that a leaf could have, its optimizer state with it: predicted for the whole
-    step.
-    """
+    """One spec that a leaf could have, its optimizer state with it, and the step's prediction."""
 
     spec: PartitionSpec
     prediction: Prediction
@@ -95,25 +95,31 @@ class LeafExplanation:
 
     def __str__(self) -> str:
         why = ", ".join(self.rules) or "no rule splits it"
-        table = Table(title=f"{self.path}: {self.chosen.spec} ({why})", title_justify="left")
-        for name in ("spec", "predicted step", "peak", "bytes sent", "against the plan"):
-            table.add_column(name, no_wrap=True)
-        for other in (self.chosen, *self.others):
-            p = other.prediction
-            against = "the plan" if other is self.chosen else _against(p, self.chosen.prediction)
-            table.add_row(
-                str(other.spec),
-                seconds_text(p.time_s),
-                bytes_text(p.peak_bytes),
-                bytes_text(p.collective_bytes),
-                against,
-            )
-        return render(table).rstrip()
+        table = TextTable(
+            f"{self.path}: {self.chosen.spec} ({why})",
+            columns("spec", "predicted step", "peak", "bytes sent", "against the plan"),
+        )
+        self._add(table, self.chosen, "the plan")
+        for other in self.others:
+            self._add(table, other, _comparison(other.prediction, self.chosen.prediction))
+        return render(table)
+
+    @staticmethod
+    def _add(table: TextTable, alternative: Alternative, comparison: str) -> None:
+        prediction = alternative.prediction
+        table.add(
+            str(alternative.spec),
+            seconds_text(prediction.time_s),
+            bytes_text(prediction.peak_bytes),
+            bytes_text(prediction.collective_bytes),
+            comparison,
+        )
 
 
 def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = None) -> WhatIf:
-    """Predicts a plan with other pins: its rules stay, the pinned leaves (and what they are carried
-    in) change.
+    """Predicts a plan with other pins.
+
+    Its rules stay; the pinned leaves change, and the outputs that they are carried in.
 
     Args:
         plan: The plan.
@@ -125,64 +131,70 @@ def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = Non
         PathError: If a path names no leaf.
         SpecError: If a spec does not fit its leaf.
     """
-    layout = plan.layout
-    found = resolve_pins(pins, plan.traced.program, layout.problem.mesh_axes, plan.carry)
-    specs = dict(found.specs)
-    for index, disallowed in found.disallowed.items():
-        logical_axes, sizes, optimizer, _ = layout.problem.value_signature(
-            plan.traced.program.values[index]
-        )
-        specs[index] = first_fit(
-            logical_axes, sizes, layout.bound, optimizer, disallowed=disallowed
-        ).spec
+    layout, program = plan.layout, plan.traced.program
+    pinned = resolve_pins(pins, program, layout.problem.mesh_axes, plan.carry)
+    specs = dict(pinned.specs)
+    for index, disallowed in pinned.disallowed.items():
+        signature = layout.problem.value_signature(program.values[index])
+        logical_axes, sizes, optimizer, _ = signature
+        fit = first_fit(logical_axes, sizes, layout.bound, optimizer, disallowed=disallowed)
+        specs[index] = fit.spec
     before, after = _leaves(plan, hardware).predict([{}, specs])
-    return WhatIf(plan, pins, _pinned(plan, specs), before, after)
+    problem = replace(layout.problem, pins={**layout.problem.pins, **specs})
+    return WhatIf(plan, pins, replace(layout, problem=problem), before, after)
 
 
 def explain_leaf(
     plan: BoundPlan, path: str, hardware: Hardware | str | None = None
 ) -> LeafExplanation:
-    """The spec of an argument leaf, and what every other one would cost; optimizer state of the
-    leaf goes with it.
+    """The spec of an argument leaf, and what every other one would cost.
+
+    Optimizer state of the leaf gets the same spec.
 
     Raises:
         PathError: If there is no such leaf.
     """
-    program, layout = plan.traced.program, plan.layout
-    if path not in program.input_paths:
-        raise PathError(
-            f"explain({path!r}): no such argument leaf. There are "
-            f"{', '.join(program.input_paths[:8])}"
-            f"{', ...' if len(program.input_paths) > 8 else ''}."
-        )
-    value = program.body.inputs[program.input_paths.index(path)]
-    own = layout.fit(value).spec
-    alike = [v.index for v in _alike(plan, value)]
-    specs = [
-        s
-        for s in itertools.islice(_specs(value, layout.problem.mesh_axes), MOST_ALTERNATIVES)
-        if s != own
-    ]
-    first, *rest = _leaves(plan, hardware).predict(
-        [{}, *(dict.fromkeys(alike, spec) for spec in specs)]
-    )
-    now = Alternative(to_partition_spec(own), first)
+    value = _argument_leaf(plan, path)
+    chosen_spec = plan.layout.fit(value).spec
+    specs = _other_specs(value, plan.layout.problem.mesh_axes, chosen_spec)
+    alike = [leaf.index for leaf in _alike(plan, value)]
+    changes = [dict.fromkeys(alike, spec) for spec in specs]
+    plan_prediction, *predictions = _leaves(plan, hardware).predict([{}, *changes])
     others = [
-        Alternative(to_partition_spec(spec), found) for spec, found in zip(specs, rest, strict=True)
+        Alternative(to_partition_spec(spec), prediction)
+        for spec, prediction in zip(specs, predictions, strict=True)
     ]
     others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
-    logical_axes = {
-        logical_axis
-        for logical_axis in layout.problem.logical_axes.of_value[value.index]
-        if logical_axis != NO_AXIS
-    }
-    used = {axis for axes in own for axis in axes}
-    rules = tuple(
-        str(r)
-        for r in layout.rules
-        if r.mesh_axis in used and logical_axis_of(layout, r) in logical_axes
+    chosen = Alternative(to_partition_spec(chosen_spec), plan_prediction)
+    rules = _splitting_rules(plan.layout, value, chosen_spec)
+    return LeafExplanation(path, chosen, rules, tuple(others))
+
+
+def _argument_leaf(plan: BoundPlan, path: str) -> Value:
+    program = plan.traced.program
+    paths = program.input_paths
+    if path not in paths:
+        more = ", ..." if len(paths) > 8 else ""
+        raise PathError(
+            f"explain({path!r}): no such argument leaf. There are {', '.join(paths[:8])}{more}."
+        )
+    return program.body.inputs[paths.index(path)]
+
+
+def _other_specs(value: Value, mesh_axes: Mapping[str, int], chosen: Spec) -> list[Spec]:
+    first = itertools.islice(_specs(value, mesh_axes), MOST_ALTERNATIVES)
+    return [spec for spec in first if spec != chosen]
+
+
+def _splitting_rules(layout: Layout, value: Value, spec: Spec) -> tuple[str, ...]:
+    """The rules that split a value, as text."""
+    logical_axes = set(layout.problem.logical_axes.of_value[value.index]) - {NO_AXIS}
+    mesh_axes = {axis for axes in spec for axis in axes}
+    return tuple(
+        str(rule)
+        for rule in layout.rules
+        if rule.mesh_axis in mesh_axes and logical_axis_of(layout, rule) in logical_axes
     )
-    return LeafExplanation(path, now, rules, tuple(others))
 
 
 class Leaves:
@@ -196,19 +208,16 @@ class Leaves:
             hardware: As for `explain`.
         """
         layout, body = plan.layout, plan.traced.program.body
-        edges = {v.index: layout.fit(v).spec for v in (*body.inputs, *body.outputs)}
-        problem = replace(layout.problem, pins={**edges, **layout.problem.pins}, disallowed={})
+        specs = {leaf.index: layout.fit(leaf).spec for leaf in (*body.inputs, *body.outputs)}
+        problem = replace(layout.problem, pins={**specs, **layout.problem.pins}, disallowed={})
         self._predictor = predictor_for(plan, hardware, problem)
         self._index = self._predictor.placements.of_layout(replace(layout, problem=problem))
 
     def predict(self, changes: Sequence[Mapping[int, Spec]]) -> list[Prediction]:
-        """Predictions of the plan, each with the specs of a few leaves changed (`Value.index` to
-        spec).
-        """
+        """Predictions of the plan, each with other specs of some leaves, by `Value.index`."""
         repinned = self._predictor.placements.repinned
-        return self._predictor.predict_each(
-            np.array([repinned(self._index, pins) for pins in changes])
-        )
+        indices = [repinned(self._index, pins) for pins in changes]
+        return self._predictor.predict_each(np.array(indices))  # [changes, mesh axes + 1]
 
 
 def _leaves(plan: BoundPlan, hardware: Hardware | str | None) -> Leaves:
@@ -223,75 +232,76 @@ def _leaves(plan: BoundPlan, hardware: Hardware | str | None) -> Leaves:
 def predictor_for(
     plan: BoundPlan, hardware: Hardware | str | None, problem: Problem | None = None
 ) -> Predictor:
-    """A predictor of a plan's problem, or of one with other pins; for the mesh's devices where none
-    are named.
+    """A predictor of a plan's problem, or of one with other pins.
+
+    Args:
+        plan: The plan.
+        hardware: What is predicted for, a preset or file; by default the mesh's devices.
+        problem: The problem; by default the plan's.
     """
     if isinstance(hardware, str):
         hardware = Hardware.load(hardware) if hardware.endswith(".json") else hardware_for(hardware)
-    machine = hardware or hardware_for(plan.mesh.device_kind)
     return Predictor(
         problem or plan.layout.problem,
-        machine,
+        hardware or hardware_for(plan.mesh.device_kind),
         plan.traced.call.donated,
         backend_for(plan.mesh.platform),
     )
 
 
-def _pinned(plan: BoundPlan, pins: Mapping[int, Spec]) -> Layout:
-    problem = plan.layout.problem
-    return replace(plan.layout, problem=replace(problem, pins={**problem.pins, **pins}))
-
-
 def _alike(plan: BoundPlan, value: Value) -> Iterator[Value]:
-    """A leaf, the optimizer state of the same shape and axes, and the outputs that they are carried
-    in.
-    """
-    program, axes = plan.traced.program, plan.layout.problem.logical_axes.classes
-    inside = plan.layout.problem.groups.optimizer_values
-    key = value.shape, axes.of_value[value.index]
-    state = {
-        v.index
-        for v in program.body.inputs
-        if v.index in inside and (v.shape, axes.of_value[v.index]) == key
-    }
-    alike = state | {value.index}
-    yield from (program.values[i] for i in sorted(alike))
-    yield from (
-        program.body.outputs[out]
-        for leaf, out in plan.carry
-        if program.body.inputs[leaf].index in alike
-    )
+    """A leaf, its optimizer state (same shape and axes), and the outputs they are carried in."""
+    program, problem = plan.traced.program, plan.layout.problem
+    axes_of = problem.logical_axes.classes.of_value
+    alike = {value.index}
+    for leaf in program.body.inputs:
+        same = (leaf.shape, axes_of[leaf.index]) == (value.shape, axes_of[value.index])
+        if same and leaf.index in problem.groups.optimizer_values:
+            alike.add(leaf.index)
+    for index in sorted(alike):
+        yield program.values[index]
+    for leaf_number, output_number in plan.carry:
+        if program.body.inputs[leaf_number].index in alike:
+            yield program.body.outputs[output_number]
 
 
 def _specs(value: Value, mesh_axes: Mapping[str, int]) -> Iterator[Spec]:
     """Every spec that puts each mesh axis on one dimension or on none, where they divide."""
     names = [name for name, size in mesh_axes.items() if size > 1]
-    for places in itertools.product(range(-1, len(value.shape)), repeat=len(names)):
-        spec = tuple(
-            tuple(n for n, place in zip(names, places, strict=True) if place == d)
-            for d in range(len(value.shape))
-        )
-        if all(
-            size % shard_count((axes,), mesh_axes) == 0
-            for size, axes in zip(value.shape, spec, strict=True)
-        ):
-            yield spec
+    rank = len(value.shape)
+    for dims in itertools.product(range(-1, rank), repeat=len(names)):  # -1: on none
+        spec: list[tuple[str, ...]] = [()] * rank
+        for name, dim in zip(names, dims, strict=True):
+            if dim >= 0:
+                spec[dim] += (name,)
+        if _divides(spec, value.shape, mesh_axes):
+            yield tuple(spec)
+
+
+def _divides(
+    spec: Sequence[tuple[str, ...]], shape: tuple[int, ...], mesh_axes: Mapping[str, int]
+) -> bool:
+    return all(
+        size % shard_count((axes,), mesh_axes) == 0 for axes, size in zip(spec, shape, strict=True)
+    )
 
 
 def logical_axis_of(layout: Layout, rule: AxisRule) -> int:
-    """Index of a rule's logical axis; of one that the program does not have, a number that no logical axis has."""
+    """Index of a rule's logical axis; where the program lacks it, a number that none has."""
     logical_axis = layout.problem.logical_axes.by_name(rule.logical_axis)
     return NO_AXIS - 1 if logical_axis is None else logical_axis.index
 
 
-def _against(after: Prediction, before: Prediction) -> str:
-    def change(new: float, old: float, text: Any) -> str:
-        if not old:
-            return text(new) if new else "the same"
-        return "the same" if abs(new - old) < 5e-4 * old else f"{100 * (new / old - 1):+.1f} %"
+def _comparison(after: Prediction, before: Prediction) -> str:
+    """Time, peak memory and bytes sent against those of the plan."""
+    time = _change(after.time_s, before.time_s, seconds_text)
+    peak = _change(after.peak_bytes, before.peak_bytes, bytes_text)
+    sent = _change(after.collective_bytes, before.collective_bytes, bytes_text)
+    return f"time {time}, peak {peak}, sent {sent}"
 
-    return (
-        f"time {change(after.time_s, before.time_s, seconds_text)}, "
-        f"peak {change(after.peak_bytes, before.peak_bytes, bytes_text)}, "
-        f"sent {change(after.collective_bytes, before.collective_bytes, bytes_text)}"
-    )
+
+def _change(new: float, old: float, text: Callable[[float], str]) -> str:
+    """`+3.1 %`, `the same`, or the new number where there was none before."""
+    if new == old or abs(new - old) < SAME * old:
+        return "the same"
+    return f"{100 * (new / old - 1):+.1f} %" if old else text(new)
