@@ -23,6 +23,7 @@ from autoshard.axes.argument_groups import Group
 from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
 from autoshard.cost_model.hardware.collectives import collective_s, joint
 from autoshard.cost_model.hardware.hardware import Hardware
+from autoshard.cost_model.hardware.step_components import step_s
 from autoshard.cost_model.memory.all_reduce_combining import find_sums
 from autoshard.cost_model.memory.liveness import memory_table
 from autoshard.cost_model.memory.peak_memory import MemoryColumn, Peak
@@ -138,7 +139,7 @@ class Predictor:
             problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans
         )
         sums = find_sums(
-            table, classes, problem.logical_axes.classes, combined=backend.combines_sums
+            table, classes, problem.logical_axes.classes, combined=backend.combines_all_reduces
         )
         self._peak = Peak(
             table, classes, list(columns), self.placements, self._costs.copy_columns, sums
@@ -249,7 +250,7 @@ class Predictor:
         comm_s = self._costs.comm_s[rows].sum(axis=0)
         peak = self._peak.bytes(index, self._costs.held(rows))
         return Predictions(
-            compute_s + comm_s - self.hardware.overlap * np.minimum(compute_s, comm_s),
+            step_s(compute_s, comm_s, self.hardware.overlap),
             compute_s,
             comm_s,
             np.ceil(peak).astype(np.int64),

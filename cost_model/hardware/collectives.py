@@ -4,14 +4,16 @@ With n devices, B bytes of the full value, alpha seconds a step and w bytes/s:
 
     all_gather, reduce_scatter   (n - 1) alpha + (n - 1)/n B / w
     all_reduce                   both, one after the other
-    all_to_all                   (n - 1) alpha + (n - 1)/n (B/n) / w, on a ring (n - 1) alpha + B/4 / w
-    collective_permute           alpha + b / w      (b: what one device holds)
+    all_to_all                   (n - 1) alpha + (n - 1)/n (B/n) / w
+                                 (n - 1) alpha + B/4 / w    on a ring
+    collective_permute           alpha + b / w              (b: what one device holds)
 
 "Full value" means the same as in `autoshard.evidence.ring_bytes`: what the group holds together
 (all_gather, all_to_all), or the operand of one device (reductions). One device costs nothing.
 
 Reference:
-    Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in MPICH", section 4.
+    Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in
+    MPICH", section 4.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def all_gather_s(full_bytes: int, link: Link, group_size: int) -> float:
     >>> all_gather_s(4_000_000, Link(alpha_s=1e-6, bytes_per_s=1e9), group_size=4)
     0.003003
     """
-    n = _checked(full_bytes, group_size)
+    n = _checked_size(full_bytes, group_size)
     return (n - 1) * link.alpha_s + (n - 1) / n * full_bytes / link.bytes_per_s
 
 
@@ -134,14 +136,15 @@ def all_to_all_s(full_bytes: int, link: Link, group_size: int) -> float:
     >>> all_to_all_s(4_000_000, Link(alpha_s=0.0, bytes_per_s=1e9, topology="ring"), group_size=4)
     0.001
     """
-    n = _checked(full_bytes, group_size)
-    passed = (n * n // 4) / (n * n) if link.topology == "ring" else (n - 1) / n / n
-    return (n - 1) * link.alpha_s + passed * full_bytes / link.bytes_per_s
+    n = _checked_size(full_bytes, group_size)
+    passed_share = (n * n // 4) / (n * n) if link.topology == "ring" else (n - 1) / n / n
+    return (n - 1) * link.alpha_s + passed_share * full_bytes / link.bytes_per_s
 
 
 def collective_permute_s(full_bytes: int, link: Link, group_size: int) -> float:
-    """Predicts the seconds of one collective_permute: every device sends what it holds to one
-    other, in one step.
+    """Predicts the seconds of one collective_permute.
+
+    Every device sends what it holds to one other, in one step.
 
     Args:
         full_bytes: Bytes that one device sends, >= 0.
@@ -157,7 +160,7 @@ def collective_permute_s(full_bytes: int, link: Link, group_size: int) -> float:
     >>> collective_permute_s(4_000_000, Link(alpha_s=0.0, bytes_per_s=1e9), group_size=4)
     0.004
     """
-    n = _checked(full_bytes, group_size)
+    n = _checked_size(full_bytes, group_size)
     return 0.0 if n == 1 else link.alpha_s + full_bytes / link.bytes_per_s
 
 
@@ -181,11 +184,11 @@ def collective_s(kind: str, full_bytes: int, link: Link, group_size: int) -> flo
     >>> collective_s("all_reduce", 4_000_000, Link(alpha_s=1e-6, bytes_per_s=1e9), group_size=4)
     0.006006
     """
-    return _SECONDS[_known(kind)](full_bytes, link.of_kind(kind), group_size)
+    return _SECONDS[_checked_kind(kind)](full_bytes, link.of_kind(kind), group_size)
 
 
 def sent_bytes(kind: str, full_bytes: int, group_size: int) -> int:
-    """Bytes that one device sends in one collective on a ring (DESIGN: `collective_bytes`).
+    """Bytes that one device sends in one collective on a ring.
 
     Args:
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `collective_permute`.
@@ -198,20 +201,19 @@ def sent_bytes(kind: str, full_bytes: int, group_size: int) -> int:
     Raises:
         HardwareError: If group_size < 1, full_bytes < 0, or there is no such kind.
 
-    >>> sent_bytes("all_gather", 1024, 4), sent_bytes("all_reduce", 1024, 4), sent_bytes("all_to_all", 1024, 4)
-    (768, 1536, 192)
+    >>> [sent_bytes(kind, 1024, 4) for kind in ("all_gather", "all_reduce", "all_to_all")]
+    [768, 1536, 192]
     """
-    return ring_bytes(_known(kind), full_bytes, _checked(full_bytes, group_size))
+    return ring_bytes(_checked_kind(kind), full_bytes, _checked_size(full_bytes, group_size))
 
 
 def joint(
     hardware: Hardware, mesh_axes: Mapping[str, int], axes: Sequence[str]
 ) -> tuple[Link, int]:
-    """The link and the group size of one collective over several mesh axes: the slowest link, all
-    their devices.
+    """The slowest link, and the devices, of one collective over several mesh axes.
 
     Args:
-        hardware: Knows the links.
+        hardware: Its links.
         mesh_axes: Size of each mesh axis.
         axes: The mesh axes spanned; none make a group of one device.
 
@@ -231,8 +233,8 @@ def joint(
     return min(links, key=lambda link: (link.bytes_per_s, -link.alpha_s)), group_size
 
 
-def _checked(full_bytes: int, group_size: int) -> int:
-    """The group size, if both are possible."""
+def _checked_size(full_bytes: int, group_size: int) -> int:
+    """The group size, once both are known to be possible."""
     if group_size < 1:
         raise HardwareError(
             f"group_size is {group_size}; a collective needs at least 1 device (1 device costs 0)."
@@ -242,8 +244,8 @@ def _checked(full_bytes: int, group_size: int) -> int:
     return group_size
 
 
-def _known(kind: str) -> str:
-    """The kind, if there is such a collective."""
+def _checked_kind(kind: str) -> str:
+    """The kind, once it is known to be a collective."""
     if kind not in _SECONDS:
         raise HardwareError(f"no such collective: {kind!r}. Kinds are {', '.join(_SECONDS)}.")
     return kind

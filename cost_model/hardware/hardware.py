@@ -18,8 +18,9 @@ from typing import Any, Literal
 import msgspec
 
 from autoshard.errors import HardwareError
+from autoshard.text import BINARY_UNITS
 
-GIB = 2**30
+_GIB = BINARY_UNITS["GiB"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Link:
     kinds: Mapping[str, Link] = field(default_factory=dict, hash=False, repr=False)
 
     def of_kind(self, kind: str) -> Link:
-        """The link as this kind of collective finds it."""
+        """The link for this kind of collective."""
         return self.kinds.get(kind, self)
 
     def __post_init__(self) -> None:
@@ -94,17 +95,25 @@ class Hardware:
     measured_on: str = ""
 
     def __post_init__(self) -> None:
+        self._check_rates()
+        self._check_shares()
+        for name in ("peak_flops_per_s", "links"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def _check_rates(self) -> None:
         where = f"Hardware {self.name!r}"
         if "float32" not in self.peak_flops_per_s:
             raise HardwareError(
                 f"{where}: peak_flops_per_s names {sorted(self.peak_flops_per_s)}, but 'float32' "
-                f"is needed: it serves "
-                f"every dtype not named. Add 'float32'."
+                f"is needed: it serves every dtype not named. Add 'float32'."
             )
         for dtype, rate in self.peak_flops_per_s.items():
             _check_rate(f"{where}: peak_flops_per_s[{dtype!r}]", rate, "1e14")
         _check_rate(f"{where}: memory_bytes_per_s", self.memory_bytes_per_s, "1e12")
-        _check_rate(f"{where}: memory_bytes", self.memory_bytes, f"{16 * GIB} (16 GiB)")
+        _check_rate(f"{where}: memory_bytes", self.memory_bytes, f"{16 * _GIB} (16 GiB)")
+
+    def _check_shares(self) -> None:
+        where = f"Hardware {self.name!r}"
         if not 0 < self.efficiency <= 1:
             raise HardwareError(
                 f"{where}: efficiency is {self.efficiency}; a share of the peak is above 0, at "
@@ -119,13 +128,12 @@ class Hardware:
             raise HardwareError(
                 f"{where}: op_s is {self.op_s}; it is finite and >= 0 seconds. Use 0.0 if unknown."
             )
-        for name in ("peak_flops_per_s", "links"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def flops_per_s(self, dtype: str) -> float:
         """The rate that contractions of a dtype reach: peak times efficiency, flops/s.
 
-        >>> h100.flops_per_s("float8_e4m3fn") > h100.flops_per_s("bfloat16") > h100.flops_per_s("float32")
+        >>> rates = [h100.flops_per_s(d) for d in ("float8_e4m3fn", "bfloat16", "float32")]
+        >>> rates == sorted(rates, reverse=True)
         True
         """
         peaks = self.peak_flops_per_s
@@ -137,10 +145,14 @@ class Hardware:
         return self.links.get(mesh_axis, self.link)
 
     def with_links(self, links: Mapping[str, Link | str]) -> Hardware:
-        """The same device with other links for some mesh axes: a `Link`, or `"dcn"` for the one
-        that leaves a slice.
+        """The same device with other links for some mesh axes.
 
-        >>> h100.with_links({"hosts": Link(alpha_s=14e-6, bytes_per_s=5e10)}).link_for("hosts").bytes_per_s
+        Args:
+            links: For each of them a `Link`, `"dcn"` for the one that leaves a slice or host, or
+                `"link"` for the one inside.
+
+        >>> between_hosts = Link(alpha_s=14e-6, bytes_per_s=5e10)
+        >>> h100.with_links({"hosts": between_hosts}).link_for("hosts").bytes_per_s
         50000000000.0
         >>> tpu_v5e.with_links({"data": "dcn"}).link_for("data") == tpu_v5e.dcn
         True
@@ -148,23 +160,21 @@ class Hardware:
         Raises:
             HardwareError: If a link is named that this device does not have.
         """
-        return replace(
-            self,
-            links={**self.links, **{axis: self._link(axis, link) for axis, link in links.items()}},
-        )
+        resolved = {axis: self._named_link(axis, link) for axis, link in links.items()}
+        return replace(self, links={**self.links, **resolved})
 
-    def _link(self, axis: str, link: Link | str) -> Link:
+    def _named_link(self, axis: str, link: Link | str) -> Link:
         if isinstance(link, Link):
             return link
-        found = {"dcn": self.dcn, "link": self.link}.get(link)
-        if found is None:
+        own = {"dcn": self.dcn, "link": self.link}.get(link)
+        if own is None:
+            reason = " (its dcn is not known)" if link == "dcn" else ""
             raise HardwareError(
-                f"links={{{axis!r}: {link!r}}}: hardware {self.name!r} has no such link"
-                f"{' (its dcn is not known)' if link == 'dcn' else ''}. Use 'link' (inside a slice "
-                f"or host), 'dcn' "
-                f"(between them), or a Link(alpha_s=..., bytes_per_s=...)."
+                f"links={{{axis!r}: {link!r}}}: hardware {self.name!r} has no such link{reason}. "
+                f"Use 'link' (inside a slice or host), 'dcn' (between them), or a "
+                f"Link(alpha_s=..., bytes_per_s=...)."
             )
-        return found
+        return own
 
     def for_devices(self, device_kind: str, where: str) -> Hardware:
         """Itself, unless a calibration measured another kind of device.
@@ -179,28 +189,24 @@ class Hardware:
         if self.measured_on and self.measured_on != device_kind:
             raise HardwareError(
                 f"hardware={where!r} was calibrated on {self.measured_on!r} devices; this mesh has "
-                f"{device_kind!r}. "
-                f"Calibrate again there (autoshard calibrate --out FILE), or name a preset: "
-                f"{', '.join(PRESETS)}."
+                f"{device_kind!r}. Calibrate again there (autoshard calibrate --out FILE), or name "
+                f"a preset: {', '.join(PRESETS)}."
             )
         return self
 
     def with_far_axes(self, mesh_axes: Iterable[str]) -> Hardware:
-        """The same device with `dcn` as the link of these mesh axes, but for those whose link is
-        given.
+        """The same device with `dcn` as the link of these mesh axes, unless `links` has another.
+
+        Args:
+            mesh_axes: Mesh axes that leave a slice or host.
         """
-        dcn = self.dcn
-        return (
-            self
-            if dcn is None
-            else self.with_links({a: dcn for a in mesh_axes if a not in self.links})
-        )
+        if self.dcn is None:
+            return self
+        return self.with_links({axis: self.dcn for axis in mesh_axes if axis not in self.links})
 
     def to_json(self) -> str:
         """As JSON; `from_json` reads it back."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        fields |= {"peak_flops_per_s": dict(self.peak_flops_per_s), "links": dict(self.links)}
-        fields = {name: _plain(value) for name, value in fields.items()}
+        fields = {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
         return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n"
 
     @classmethod
@@ -239,14 +245,12 @@ class Hardware:
 
 
 def _plain(value: Any) -> Any:
-    """Links and mappings of them as dicts."""
+    """Links and mappings as dicts."""
     if isinstance(value, Link):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return (
-        {name: _plain(inner) for name, inner in value.items()}
-        if isinstance(value, Mapping)
-        else value
-    )
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value
 
 
 def _check_rate(name: str, value: float, example: str) -> None:
@@ -265,10 +269,9 @@ def _check_rate(name: str, value: float, example: str) -> None:
 # of a measurement.
 _TPU = (
     "peak, memory, ICI, 1 us a hop: 'How to Scale Your Model' (2025); efficiency: PaLM (2022) "
-    "section 4.1, 57.8 % "
-    "hardware FLOPs utilisation; overlap: middle of the book's two bounds, not measured"
+    "section 4.1, 57.8 % hardware FLOPs utilisation; overlap: middle of the book's two bounds, not "
+    "measured"
 )
-
 
 # Between slices, a chip's share of the data-centre network. v5e and v6e: Cloud TPU documentation,
 # 6.4 and 25.6 Tbit/s a pod of 256 chips. v5p: 'How to Scale Your Model', 6.25 GB/s. v4: PaLM
@@ -276,16 +279,18 @@ _TPU = (
 # network step stands in. Memory: what the TPU compiler says is there ("exceeds available HBM
 # (15.75G)"), less than the 16, 32 and 96 GiB of the part.
 _NETWORK_STEP_S = 14e-6
+"""Latency of one step over a network: NCCL's src/graph/tuning.cc, ring, Simple protocol."""
 
 
 def _tpu(
     name: str,
+    *,
     bf16: float,
     int8: float,
     memory_bytes_per_s: float,
     gib: float,
     ici_bytes_per_s: float,
-    dcn: float,
+    dcn_bytes_per_s: float,
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -297,19 +302,51 @@ def _tpu(
             "uint8": int8,
         },
         memory_bytes_per_s=memory_bytes_per_s,
-        memory_bytes=int(gib * GIB),
+        memory_bytes=int(gib * _GIB),
         link=Link(alpha_s=1e-6, bytes_per_s=ici_bytes_per_s, topology="ring"),
         efficiency=0.578,
         overlap=0.5,
         source=_TPU,
-        dcn=Link(alpha_s=_NETWORK_STEP_S, bytes_per_s=dcn),
+        dcn=Link(alpha_s=_NETWORK_STEP_S, bytes_per_s=dcn_bytes_per_s),
     )
 
 
-tpu_v4 = _tpu("tpu_v4", 2.75e14, 2.75e14, 1.2e12, 30.75, 9e10, 1.65e9)
-tpu_v5p = _tpu("tpu_v5p", 4.59e14, 9.18e14, 2.8e12, 95.73, 1.8e11, 6.25e9)
-tpu_v5e = _tpu("tpu_v5e", 1.97e14, 3.94e14, 8.1e11, 15.75, 9e10, 3.125e9)
-tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 31.24, 1.8e11, 1.25e10)
+tpu_v4 = _tpu(
+    "tpu_v4",
+    bf16=2.75e14,
+    int8=2.75e14,
+    memory_bytes_per_s=1.2e12,
+    gib=30.75,
+    ici_bytes_per_s=9e10,
+    dcn_bytes_per_s=1.65e9,
+)
+tpu_v5p = _tpu(
+    "tpu_v5p",
+    bf16=4.59e14,
+    int8=9.18e14,
+    memory_bytes_per_s=2.8e12,
+    gib=95.73,
+    ici_bytes_per_s=1.8e11,
+    dcn_bytes_per_s=6.25e9,
+)
+tpu_v5e = _tpu(
+    "tpu_v5e",
+    bf16=1.97e14,
+    int8=3.94e14,
+    memory_bytes_per_s=8.1e11,
+    gib=15.75,
+    ici_bytes_per_s=9e10,
+    dcn_bytes_per_s=3.125e9,
+)
+tpu_v6e = _tpu(
+    "tpu_v6e",
+    bf16=9.20e14,
+    int8=1.84e15,
+    memory_bytes_per_s=1.6e12,
+    gib=31.24,
+    ici_bytes_per_s=1.8e11,
+    dcn_bytes_per_s=1.25e10,
+)
 
 # GPUs: dense rates (no sparsity), SXM modules. XLA multiplies float32 in TF32 by default on these.
 # NVLink: the datasheets give both directions together; one device sends half of it. Step latency:
@@ -317,8 +354,13 @@ tpu_v6e = _tpu("tpu_v6e", 9.20e14, 1.84e15, 1.6e12, 31.24, 1.8e11, 1.25e10)
 # `link` is inside one NVLink domain, `dcn` outside: a GPU's own InfiniBand port in NVIDIA's DGX
 # A100 (200 Gbit/s), DGX H100, H200 and B200 (400 Gbit/s). Memory: what CUDA reports on these parts
 # (see autoshard.devices.parts).
-_HDR, _NDR = Link(_NETWORK_STEP_S, 2.5e10), Link(_NETWORK_STEP_S, 5e10)
-_NCCL = "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not measured"
+_HDR_INFINIBAND = Link(_NETWORK_STEP_S, 2.5e10)
+_NDR_INFINIBAND = Link(_NETWORK_STEP_S, 5e10)
+_NVLINK_STEP_S = 3.4e-6
+_NCCL = (
+    "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not "
+    "measured"
+)
 
 a100 = Hardware(
     name="a100",
@@ -331,13 +373,16 @@ a100 = Hardware(
         "uint8": 6.24e14,
     },
     memory_bytes_per_s=2.039e12,
-    memory_bytes=int(79.1 * GIB),
-    link=Link(alpha_s=3.4e-6, bytes_per_s=3.0e11),
+    memory_bytes=int(79.1 * _GIB),
+    link=Link(alpha_s=_NVLINK_STEP_S, bytes_per_s=3.0e11),
     # Narayanan et al. (2021), table 1: up to 52 % of peak on 3072 A100.
     efficiency=0.52,
     overlap=0.5,
-    source=f"NVIDIA A100 datasheet, 80 GB SXM (600 GB/s NVLink); efficiency: Narayanan et al. (2021) table 1; {_NCCL}",
-    dcn=_HDR,
+    source=(
+        f"NVIDIA A100 datasheet, 80 GB SXM (600 GB/s NVLink); efficiency: Narayanan et al. (2021) "
+        f"table 1; {_NCCL}"
+    ),
+    dcn=_HDR_INFINIBAND,
 )
 
 h100 = Hardware(
@@ -352,21 +397,23 @@ h100 = Hardware(
         "uint8": 1.979e15,
     },
     memory_bytes_per_s=3.35e12,
-    memory_bytes=int(79.1 * GIB),
-    link=Link(alpha_s=3.4e-6, bytes_per_s=4.5e11),
+    memory_bytes=int(79.1 * _GIB),
+    link=Link(alpha_s=_NVLINK_STEP_S, bytes_per_s=4.5e11),
     # Llama 3 (2024), table 4: 38 to 43 % of the bfloat16 peak on 8,192 to 16,384 H100,
     # communication included.
     efficiency=0.43,
     overlap=0.5,
-    source=f"NVIDIA H100 datasheet, SXM (900 GB/s NVLink); efficiency: Llama 3 (2024) table 4; {_NCCL}",
-    dcn=_NDR,
+    source=(
+        f"NVIDIA H100 datasheet, SXM (900 GB/s NVLink); efficiency: Llama 3 (2024) table 4; {_NCCL}"
+    ),
+    dcn=_NDR_INFINIBAND,
 )
 
 h200 = replace(
     h100,
     name="h200",
     memory_bytes_per_s=4.8e12,
-    memory_bytes=int(139.8 * GIB),
+    memory_bytes=int(139.8 * _GIB),
     source=f"NVIDIA H200 datasheet, SXM (141 GB, 4.8 TB/s); all else as h100; {_NCCL}",
 )
 
@@ -383,9 +430,12 @@ b200 = replace(
         "uint8": 4.5e15,
     },
     memory_bytes_per_s=7.7e12,
-    memory_bytes=int(178.4 * GIB),
-    link=Link(alpha_s=3.4e-6, bytes_per_s=9.0e11),
-    source=f"NVIDIA HGX B200 datasheet (1.8 TB/s NVLink), dense rates; efficiency: that of h100, unmeasured; {_NCCL}",
+    memory_bytes=int(178.4 * _GIB),
+    link=Link(alpha_s=_NVLINK_STEP_S, bytes_per_s=9.0e11),
+    source=(
+        f"NVIDIA HGX B200 datasheet (1.8 TB/s NVLink), dense rates; efficiency: that of h100, "
+        f"unmeasured; {_NCCL}"
+    ),
 )
 
 # Fake CPU devices (`jax_num_cpu_devices`) share the cores, so these are rates per device while all
@@ -400,11 +450,14 @@ cpu = Hardware(
     name="cpu",
     peak_flops_per_s={"float32": 4.0e10},
     memory_bytes_per_s=1.0e10,
-    memory_bytes=2 * GIB,
+    memory_bytes=2 * _GIB,
     link=Link(alpha_s=15e-6, bytes_per_s=2.0e9),
     efficiency=0.5,
     overlap=0.0,
-    source="measured 2026-11-29 with `make bench`: 8 fake devices on 2 cores, jax 0.10.2; rates per device, all busy",
+    source=(
+        "measured 2026-11-29 with `make bench`: 8 fake devices on 2 cores, jax 0.10.2; rates per "
+        "device, all busy"
+    ),
 )
 
 _PRESETS = (tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, a100, h100, h200, b200, cpu)
@@ -434,14 +487,14 @@ _DEVICE_KINDS = (
 def hardware_for(name_or_device_kind: str) -> Hardware:
     """The preset of this name, or of devices of this kind.
 
-    >>> hardware_for("h100").name, hardware_for("TPU v5 lite").name, hardware_for("NVIDIA H200").name
-    ('h100', 'tpu_v5e', 'h200')
-
     Args:
         name_or_device_kind: A preset's name, or what `jax.Device.device_kind` says.
 
     Raises:
         HardwareError: If there is no such preset.
+
+    >>> [hardware_for(name).name for name in ("h100", "TPU v5 lite", "NVIDIA H200")]
+    ['h100', 'tpu_v5e', 'h200']
     """
     wanted = name_or_device_kind.strip().lower()
     if wanted in PRESETS:
@@ -451,9 +504,34 @@ def hardware_for(name_or_device_kind: str) -> Hardware:
             return hardware
     raise HardwareError(
         f"hardware={name_or_device_kind!r} is not known; presets are {', '.join(PRESETS)}. Pass "
-        f"the preset that comes "
-        f"closest, or a Hardware(...) with numbers of your own: the time of a large matmul and of "
-        f"a large copy give "
-        f"peak_flops_per_s and memory_bytes_per_s, an all_gather of few and of many bytes give the "
-        f"link."
+        f"the preset that comes closest, or a Hardware(...) with numbers of your own: the time of "
+        f"a large matmul and of a large copy give peak_flops_per_s and memory_bytes_per_s, an "
+        f"all_gather of few and of many bytes give the link."
     )
+
+
+def resolve_hardware(
+    hardware: Hardware | str | None, device_kind: str, far_axes: Iterable[str] = ()
+) -> Hardware:
+    """The hardware to predict for: as described, as named, or that of the devices.
+
+    Args:
+        hardware: A description, taken as it is; the path of one (`.json`); the name of a preset;
+            None for the preset of the devices.
+        device_kind: What `jax.Device.device_kind` says of the devices to predict for.
+        far_axes: Mesh axes that leave a slice or host: their link is the preset's or file's `dcn`.
+
+    Raises:
+        HardwareError: If there is no such preset or file, or the file was calibrated on other
+            devices.
+
+    >>> resolve_hardware(None, "TPU v5 lite", ["data"]).link_for("data") == tpu_v5e.dcn
+    True
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None and Path(hardware).suffix == ".json":
+        described = Hardware.load(hardware).for_devices(device_kind, hardware)
+    else:
+        described = hardware_for(device_kind if hardware is None else hardware)
+    return described.with_far_axes(far_axes)

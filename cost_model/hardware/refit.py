@@ -1,61 +1,41 @@
-"""Refits the predictor's coefficients to what programs were found to take, inside one search.
+"""Refits the predictor's coefficients to what programs turned out to take, inside one search.
 
 A step's seconds are those of its compute and of its collectives over each set of mesh axes, each
-times a factor that is 1 where the hardware was described rightly. The factors are fitted to
-relative errors by non-negative least squares with Huber's weights (one program that behaves oddly
-does not bend them), and a prior that all factors are the same: where few programs were seen, or all
-alike, only what they say together is taken from them.
+times a correction factor that is 1 where the hardware was described rightly. The factors are fitted
+robustly to relative errors (`robust_fit`), with a prior that all factors are the same: where few
+programs were seen, or all alike, only what they say together is taken from them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
-from autoshard.cost_model.hardware.collectives import joint
-from autoshard.cost_model.hardware.hardware import Hardware
-from autoshard.evidence.collectives import Collective
-
-ROUNDS = 20
-"""Of reweighting; each is a few microseconds."""
+from autoshard.cost_model.hardware.robust_fit import robust_fit
+from autoshard.cost_model.hardware.step_components import Axes, StepComponents
 
 PRIOR = 0.05
-"""Weight of the prior against one program's relative error: with the noise of a clock (5 %), two
-programs that disagree with it by half outweigh it."""
+"""Weight of the prior against one program's relative error: with the noise of a measurement (5 %),
+two programs that disagree with it by half outweigh it. Without it
+`test_one_program_says_only_what_all_components_have_in_common` fails."""
 
 HUBER = 0.1
-"""Relative errors beyond this count linearly: twice what the clock's noise explains."""
-
-Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A step's seconds by what they are spent on.
-
-    Attributes:
-        compute_s: Compute.
-        comm_s: Collectives, by the mesh axes they go over.
-    """
-
-    compute_s: float
-    comm_s: Mapping[Axes, float]
+"""Relative errors beyond this count linearly: twice what the noise of a measurement explains.
+`test_one_odd_program_does_not_bend_the_factors` fails with a large one."""
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """What the parts of a step are multiplied by.
+    """What the components of a step are multiplied by.
 
     Attributes:
-        compute: Of compute.
-        comm: Of collectives, by the mesh axes they go over.
-        other: Of collectives over mesh axes that no program had.
+        compute: Factor of compute.
+        comm: Factors of collectives, by the mesh axes that they span.
+        other: Factor of collectives over mesh axes that no program had.
         programs: How many programs they were fitted to.
     """
 
@@ -64,115 +44,68 @@ class Corrections:
     other: float = 1.0
     programs: int = 0
 
-    def scaled(self, parts: Parts) -> Parts:
-        """Parts times their factors."""
-        comm = {axes: self.comm.get(axes, self.other) * s for axes, s in parts.comm_s.items()}
-        return Parts(self.compute * parts.compute_s, comm)
+    def scaled(self, step: StepComponents) -> StepComponents:
+        """Components times their factors."""
+        comm_s = {axes: self.comm.get(axes, self.other) * s for axes, s in step.comm_s.items()}
+        return StepComponents(self.compute * step.compute_s, comm_s)
 
     def __str__(self) -> str:
-        named = ", ".join(
-            f"collectives over {','.join(axes) or '?'} x{by:.3g}" for axes, by in self.comm.items()
-        )
-        return f"compute x{self.compute:.3g}" + (f", {named}" if named else "")
+        factors = [f"compute x{self.compute:.3g}"]
+        for axes, factor in self.comm.items():
+            factors.append(f"collectives over {','.join(axes) or '?'} x{factor:.3g}")
+        return ", ".join(factors)
 
 
-def time_s(parts: Parts, overlap: float) -> float:
-    """Seconds of a step: compute + collectives - overlap * the smaller of the two.
-
-    >>> time_s(Parts(1.0, {("data",): 2.0, ("model",): 1.0}), overlap=0.5)
-    3.5
-    """
-    comm_s = sum(parts.comm_s.values())
-    return parts.compute_s + comm_s - overlap * min(parts.compute_s, comm_s)
-
-
-def parts_of(
-    hardware: Hardware,
-    mesh_axes: Mapping[str, int],
-    compute_s: float,
-    collectives: Iterable[Collective],
-) -> Parts:
-    """The parts of a step, from seconds of compute and a summary of its collectives.
-
-    Args:
-        hardware: Whose links.
-        mesh_axes: The mesh.
-        compute_s: Seconds of compute.
-        collectives: By kind and mesh axes.
-    """
-    comm_s: dict[Axes, float] = defaultdict(float)
-    for collective in collectives:
-        comm_s[collective.axes] += summary_s(hardware, mesh_axes, collective)
-    return Parts(compute_s, dict(comm_s))
-
-
-def summary_s(hardware: Hardware, mesh_axes: Mapping[str, int], collective: Collective) -> float:
-    """Alpha-beta seconds of a summary: all its bytes over the slowest link, a ring's steps for each
-    one.
-    """
-    link, size = joint(hardware, mesh_axes, collective.axes or tuple(mesh_axes))
-    steps = {"all_reduce": 2 * (size - 1), "collective_permute": 1}.get(collective.kind, size - 1)
-    return collective.count * steps * link.alpha_s + collective.bytes / link.bytes_per_s
-
-
-def refit(programs: Sequence[tuple[Parts, float]], overlap: float) -> Corrections:
+def refit(programs: Sequence[tuple[StepComponents, float]], overlap: float) -> Corrections:
     """The factors that explain what programs take.
 
     Args:
-        programs: What the model says of each, and the seconds it was found to take, > 0.
-        overlap: Share of the smaller of compute and communication that the other hides.
+        programs: What the model says of each, and the seconds that it turned out to take.
+        overlap: Share of the shorter of compute and communication that the other hides.
 
     Returns:
-        Factors >= 0; all 1 without programs.
+        Factors >= 0; all 1 without programs. Programs of no seconds say nothing.
 
-    Reference:
-        Huber (1964), Robust estimation of a location parameter; Lawson and Hanson (1974), nnls.
-
-    >>> slow_link = [(Parts(1.0, {("x",): s}), 1.0 + 10 * s) for s in (0.1, 0.5, 1.0)]
+    >>> slow_link = [(StepComponents(1.0, {("x",): s}), 1.0 + 10 * s) for s in (0.1, 0.5, 1.0)]
     >>> str(refit(slow_link, overlap=0.0))
     'compute x1.02, collectives over x x9.9'
     """
-    known = [
-        (parts, found_s)
-        for parts, found_s in programs
-        if found_s > 0 and time_s(parts, overlap) > 0
-    ]
-    if not known:
+    usable = [(step, s) for step, s in programs if s > 0 and step.step_s(overlap) > 0]
+    if not usable:
         return Corrections()
-    axes = sorted({a for parts, _ in known for a in parts.comm_s})
-    columns = np.array([[p.compute_s, *(p.comm_s.get(a, 0.0) for a in axes)] for p, _ in known])
-    found = np.array([found_s for _, found_s in known])
-    same = float(np.median(found / np.array([time_s(p, overlap) for p, _ in known])))
-    corrections = np.full(columns.shape[1], same)
-    for _ in range(ROUNDS):
-        rows = _gradients(columns, corrections, overlap) / found[:, None]
-        errors = np.abs(rows @ corrections - 1)
-        weights = np.sqrt(np.minimum(1.0, HUBER / np.maximum(errors, 1e-12)))
-        prior = PRIOR * np.eye(len(corrections)) / same
-        wanted = np.concatenate([weights, PRIOR * np.ones(len(corrections))])
-        before, (corrections, _) = (
-            corrections,
-            nnls(np.vstack([rows * weights[:, None], prior]), wanted),
-        )
-        if np.allclose(corrections, before, rtol=1e-6):
-            break
-    return Corrections(
-        float(corrections[0]),
-        dict(zip(axes, corrections[1:].tolist(), strict=True)),
-        same,
-        len(known),
-    )
+
+    spans = sorted({axes for step, _ in usable for axes in step.comm_s})
+    # [programs, 1 + spans]: predicted seconds of compute, then of the collectives over each span
+    components = np.array([_row(step, spans) for step, _ in usable])
+    measured_s = np.array([s for _, s in usable])
+    predicted_s = np.array([step.step_s(overlap) for step, _ in usable])
+    common = float(np.median(measured_s / predicted_s))
+
+    compute, *comm = robust_fit(
+        lambda factors: _slopes(components, factors, overlap),
+        measured_s,
+        np.full(1 + len(spans), common),
+        huber=HUBER,
+        prior=PRIOR,
+    ).tolist()
+    return Corrections(compute, dict(zip(spans, comm, strict=True)), common, len(usable))
 
 
-def _gradients(
-    columns: NDArray[np.float64], corrections: NDArray[np.float64], overlap: float
+def _row(step: StepComponents, spans: Sequence[Axes]) -> list[float]:
+    return [step.compute_s, *(step.comm_s.get(axes, 0.0) for axes in spans)]
+
+
+def _slopes(
+    components: NDArray[np.float64], factors: NDArray[np.float64], overlap: float
 ) -> NDArray[np.float64]:
-    """How each program's seconds change with each factor: the smaller of compute and communication
-    is partly hidden.
+    """[programs, factors] how each program's seconds change with each factor.
+
+    The shorter of compute and communication counts only where it is not hidden, so the step is
+    linear in the factors on each side of where the two are equally long.
     """
-    compute_s = columns[:, 0] * corrections[0]
-    comm_s = columns[:, 1:] @ corrections[1:]
-    shown = np.ones_like(columns)
-    shown[:, 0] -= overlap * (compute_s < comm_s)
-    shown[:, 1:] -= (overlap * (compute_s >= comm_s))[:, None]
-    return np.asarray(columns * shown, dtype=np.float64)
+    compute_s = components[:, 0] * factors[0]
+    comm_s = components[:, 1:] @ factors[1:]
+    counted = np.ones_like(components)
+    counted[:, 0] -= overlap * (compute_s < comm_s)
+    counted[:, 1:] -= (overlap * (compute_s >= comm_s))[:, None]
+    return np.asarray(components * counted, dtype=np.float64)

@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost_model.hardware.hardware import PRESETS, Hardware, Link, cpu, h100, hardware_for
+from autoshard.cost_model.hardware.backend import ACCELERATOR, CPU
+from autoshard.cost_model.hardware.hardware import (
+    PRESETS,
+    Hardware,
+    Link,
+    cpu,
+    h100,
+    hardware_for,
+    resolve_hardware,
+    tpu_v5e,
+)
 from autoshard.errors import AutoshardError, HardwareError
+from autoshard.evidence.collectives import Collective, CollectiveOp, ring_bytes, summarise
 
 LINK = Link(alpha_s=1e-6, bytes_per_s=1e9)
 rates = st.floats(1e6, 1e18)
@@ -143,3 +154,31 @@ def test_immutable() -> None:
         h100.name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
         h100.peak_flops_per_s["float32"] = 1.0  # type: ignore[index]
+
+
+def test_hardware_is_resolved_from_a_description_a_file_a_name_or_the_devices(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "mine.json")
+    tpu_v5e.save(path)
+    for hardware in (path, "tpu_v5e", None):
+        resolved = resolve_hardware(hardware, "TPU v5 lite", ["data"])
+        assert resolved == tpu_v5e.with_links({"data": "dcn"})
+    assert resolve_hardware(None, "TPU v5 lite") == tpu_v5e
+    assert resolve_hardware("h100", "TPU v5 lite") == h100
+    assert resolve_hardware(tpu_v5e, "cpu", ["data"]) is tpu_v5e  # a description says its links
+    with pytest.raises(HardwareError, match="is not known"):
+        resolve_hardware(None, "abacus")
+
+
+def test_a_backend_without_reduce_scatter_sends_an_all_reduce_of_twice_the_bytes() -> None:
+    sent = ring_bytes("reduce_scatter", 4096, 4)
+    scatter = CollectiveOp("reduce_scatter", ("data",), 4, 3, 4096, sent)
+    gather = CollectiveOp("all_gather", ("data",), 4, 3, 4096, sent)
+    assert ACCELERATOR.as_sent([scatter, gather]) == [scatter, gather]
+    ops = CPU.as_sent([scatter, gather])
+    assert [op.kind for op in ops] == ["all_reduce", "all_gather"]
+    assert [op.full_bytes for op in ops] == [4096, 4096]
+    summary = CPU.as_sent(summarise([scatter, gather]))
+    assert sorted(summary, key=lambda c: c.kind) == sorted(summarise(ops), key=lambda c: c.kind)
+    assert Collective("all_reduce", ("data",), 3, 2 * 3 * sent) in summary

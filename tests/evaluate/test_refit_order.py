@@ -10,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard.cost_model.hardware.hardware import Hardware, Link, hardware_for
-from autoshard.cost_model.hardware.refit import parts_of, time_s
+from autoshard.cost_model.hardware.step_components import step_components
 from autoshard.evaluate import device_runner, refit, selection
 from autoshard.evaluate.effort import Effort
 from autoshard.evaluate.evaluation import Evaluation
@@ -28,7 +28,7 @@ TRUE = BASE.with_links({"data": FAST, "model": SLOW})
 
 
 def seconds(hardware: Hardware, collectives: tuple[Collective, ...]) -> float:
-    return time_s(parts_of(hardware, AXES, 1e-9, collectives), 0.0)
+    return step_components(hardware, AXES, 1e-9, collectives).step_s(0.0)
 
 
 def clock(compiled: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Measured]:
