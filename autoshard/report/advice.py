@@ -1,13 +1,13 @@
-"""Advice: what a change of the program itself would gain, by the predictor's word.
+"""Advice: what a change of the program itself would gain, as predicted.
 
 A layout search takes the program as it is. Some programs could be laid out better if they were
-written a little otherwise; for each kind of change below the problem is edited as if it had been
-made, and the best layout of the edited problem (presets, and descent from them) is compared with
-the plan's own prediction:
+written differently; for each kind of change below the problem is edited as if it had been made, and
+the best layout of the edited problem (presets, and descent from them) is compared with the plan's
+own prediction:
 
-- *separate*: a weight that holds several (fused query, key and value; gate and up) is stored as
-  separate arrays. In the edited problem its parts share the axis of the whole, so that cutting it
-  moves nothing;
+- *separate*: a weight that holds several (fused query, key and value; gate and up) becomes separate
+  arrays. In the edited problem its parts share the axis of the whole, so that cutting it moves
+  nothing;
 - *pad*: a dimension of the parameters that no mesh axis divides is padded, and the function traced
   at that size;
 - *donate*: an argument that the step replaces is donated.
@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 
 from autoshard.axes.argument_groups import Group
-from autoshard.axes.axis_classes import NO_AXIS, axis_classes
+from autoshard.axes.axis_classes import NO_AXIS, AxisClasses, axis_classes
 from autoshard.axes.logical_axes import find_logical_axes
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, reshape_rule
 from autoshard.cost_model.hardware.backend import Backend
@@ -42,14 +42,21 @@ from autoshard.tracing.carry import matching_state
 from autoshard.tracing.program import Eqn, Value
 
 WORTH = 0.02
-"""Share of the time or of the peak memory that a change must save to be mentioned."""
+"""Share of the time or of the peak memory that a change must save to be mentioned: below it lies
+what the predictor cannot tell apart. Chosen by hand; tests/report/test_advice.py pins it."""
 
 LANES = 128
-"""Large dimensions are padded to a multiple of this: what accelerators' matrix units take at a
-time."""
+"""Large dimensions are padded to a multiple of this: the side of a TPU's matrix unit (v2 to v5;
+Jouppi et al. 2020, A Domain-Specific Supercomputer for Training) and a multiple of what tensor cores
+take. Without it the test that pads 5003 to 5120 fails."""
 
-LARGE, MOST_PADDED = 1024, 2
-"""From which size on `LANES` counts; and how many sizes are tried."""
+LARGE = 1024
+"""From which size on a dimension is padded to `LANES`, smaller ones to the number of devices: there
+`LANES` could add an eighth. Chosen by hand; above 5003 the same test fails."""
+
+MOST_PADDED = 2
+"""How many sizes are tried; each costs a trace and a search. Chosen by hand, no test depends on
+it."""
 
 _CUT = ("slice", "split")
 _JOIN = ("pad", "concatenate")
@@ -65,7 +72,7 @@ class Advised:
         hardware: What it is predicted for.
         backend: Of the devices.
         budget_bytes: The memory budget per device, None for none.
-        now: The prediction of the layout.
+        prediction: Of the layout.
     """
 
     prepared: Prepared
@@ -73,37 +80,33 @@ class Advised:
     hardware: Hardware
     backend: Backend
     budget_bytes: int | None
-    now: Prediction
+    prediction: Prediction
 
     def best_of(self, problem: Problem) -> Prediction:
-        """The best prediction of an edited problem, of presets and what descent from them finds."""
-        predictor = Predictor(
-            problem, self.hardware, self.prepared.traced.call.donated, self.backend
-        )
-        return (
-            propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0).ranked[0].prediction
-        )
+        """The best prediction of an edited problem, of presets and descent from them."""
+        donated = self.prepared.traced.call.donated
+        predictor = Predictor(problem, self.hardware, donated, self.backend)
+        proposals = propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0)
+        return proposals.ranked[0].prediction
 
-    def gain(self, then: Prediction) -> str:
-        """What is gained, as text; empty where it is not worth a word."""
-        fits = self.budget_bytes is None or then.peak_bytes <= max(
-            self.budget_bytes, self.now.peak_bytes
+    def gain(self, changed: Prediction) -> str:
+        """What the changed program gains, as text; empty where that is less than `WORTH`."""
+        plan = self.prediction
+        fits = self.budget_bytes is None or changed.peak_bytes <= max(
+            self.budget_bytes, plan.peak_bytes
         )
-        if fits and then.time_s <= (1 - WORTH) * self.now.time_s:
-            saved = 1 - then.time_s / self.now.time_s
+        if fits and changed.time_s <= (1 - WORTH) * plan.time_s:
             return (
-                f"{saved:.0%} of the predicted step, {seconds_text(self.now.time_s)} -> "
-                f"{seconds_text(then.time_s)} "
-                f"({bytes_text(self.now.collective_bytes)} -> {bytes_text(then.collective_bytes)} "
-                f"sent, peak "
-                f"{bytes_text(self.now.peak_bytes)} -> {bytes_text(then.peak_bytes)})"
+                f"{1 - changed.time_s / plan.time_s:.0%} of the predicted step, "
+                f"{seconds_text(plan.time_s)} -> {seconds_text(changed.time_s)} "
+                f"({bytes_text(plan.collective_bytes)} -> {bytes_text(changed.collective_bytes)} "
+                f"sent, peak {bytes_text(plan.peak_bytes)} -> {bytes_text(changed.peak_bytes)})"
             )
-        slower = then.time_s > (1 + WORTH) * self.now.time_s
-        if not slower and then.peak_bytes <= (1 - WORTH) * self.now.peak_bytes:
-            saved = 1 - then.peak_bytes / self.now.peak_bytes
+        slower = changed.time_s > (1 + WORTH) * plan.time_s
+        if not slower and changed.peak_bytes <= (1 - WORTH) * plan.peak_bytes:
             return (
-                f"{saved:.0%} of the predicted peak memory, {bytes_text(self.now.peak_bytes)} -> "
-                f"{bytes_text(then.peak_bytes)} a device"
+                f"{1 - changed.peak_bytes / plan.peak_bytes:.0%} of the predicted peak memory, "
+                f"{bytes_text(plan.peak_bytes)} -> {bytes_text(changed.peak_bytes)} a device"
             )
         return ""
 
@@ -111,6 +114,16 @@ class Advised:
 def advise(case: Advised) -> tuple[str, ...]:
     """Advice on a plan, one line each; the changes that gain nothing are left out."""
     return tuple(line for kind in KINDS for line in kind(case))
+
+
+def _parameters(problem: Problem) -> Iterator[tuple[str, Value]]:
+    """Leaf path and value of each parameter."""
+    program = problem.program
+    for path, value, group in zip(
+        program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
+    ):
+        if group is Group.PARAMETER:
+            yield path, value
 
 
 # Separate -----------------------------------------------------------------------------------------
@@ -134,32 +147,39 @@ class Fused:
 
 
 def find_fused(problem: Problem) -> tuple[Fused, ...]:
-    """The fused dimensions: those that slices or splits divide without rest, of axes that
-    parameters have.
-    """
-    axes, program = problem.logical_axes.classes, problem.program
+    """The dimensions of parameters that slices or splits divide without rest."""
+    leaves = _leaves_by_axis(problem)
+    fused = []
+    for (axis, size), parts in sorted(_parts_by_dimension(problem, leaves).items()):
+        lengths = tuple(length for _, length in sorted(parts))
+        if len(lengths) > 1 and sum(lengths) == size:
+            fused.append(Fused(axis, size, lengths, tuple(leaves[axis])))
+    return tuple(fused)
+
+
+def _leaves_by_axis(problem: Problem) -> dict[int, list[tuple[str, int]]]:
+    """By axis class, leaf path and dimension of the parameters that have it."""
     leaves: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for path, value, group in zip(
-        program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
-    ):
-        for dim, axis in enumerate(axes.of_value[value.index]):
-            if group is Group.PARAMETER and axis != NO_AXIS:
+    for path, value in _parameters(problem):
+        for dim, axis in enumerate(problem.logical_axes.classes.of_value[value.index]):
+            if axis != NO_AXIS:
                 leaves[axis].append((path, dim))
+    return leaves
+
+
+def _parts_by_dimension(
+    problem: Problem, axes: Iterable[int]
+) -> dict[tuple[int, int], set[tuple[int, int]]]:
+    """By axis class (one of `axes`) and size of what is cut, (start, size) of each part."""
+    classes = problem.logical_axes.classes
     parts: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    for eqn in program.eqns:
-        for dim in _cut_dims(eqn, axes.rules[eqn.index]):
-            axis, size = axes.of_value[eqn.inputs[0].index][dim], eqn.inputs[0].shape[dim]
-            if axis in leaves:
-                parts[axis, size] |= set(_parts(eqn, dim))
-    found = []
-    for (axis, size), pieces in sorted(parts.items()):
-        if len(pieces) > 1 and sum(length for _, length in pieces) == size:
-            found.append(
-                Fused(
-                    axis, size, tuple(length for _, length in sorted(pieces)), tuple(leaves[axis])
-                )
-            )
-    return tuple(found)
+    for eqn in problem.program.eqns:
+        for dim in _cut_dims(eqn, classes.rules[eqn.index]):
+            whole = eqn.inputs[0]
+            axis = classes.of_value[whole.index][dim]
+            if axis in axes:
+                parts[axis, whole.shape[dim]] |= set(_parts(eqn, dim))
+    return parts
 
 
 def _cut_dims(eqn: Eqn, rule: ShardingRule) -> tuple[int, ...]:
@@ -191,58 +211,66 @@ def separated(
     A part keeps the axis of the whole. Where the whole is first reshaped to (parts, rest), and
     parts are picked one by one, the axis goes on in the rest.
     """
-    axes = problem.logical_axes.classes
-    picked = {(f.axis, f.size) for f in fused if max(f.parts) == 1}
-    cut = {(f.axis, f.size) for f in fused} - picked
-
-    def dims_of(value: Value, among: set[tuple[int, int]]) -> frozenset[int]:
-        found = zip(axes.of_value[value.index], value.shape, strict=True)
-        return frozenset(dim for dim, place in enumerate(found) if place in among)
+    classes = problem.logical_axes.classes
+    picked = frozenset((f.axis, f.size) for f in fused if max(f.parts) == 1)
+    cut = frozenset((f.axis, f.size) for f in fused) - picked
 
     def rule_for(eqn: Eqn) -> ShardingRule:
-        rule = axes.rules[eqn.index]
+        rule = classes.rules[eqn.index]
         if eqn.primitive == "reshape" and len(eqn.inputs) == 1:
-            before, after = (dims_of(v, picked) for v in (eqn.inputs[0], eqn.outputs[0]))
+            whole, reshaped = eqn.inputs[0], eqn.outputs[0]
+            before, after = (_dims_of(classes, value, picked) for value in (whole, reshaped))
             if len(before) != len(after):  # here the parts become a dimension, or stop being one
-                return reshape_rule(eqn.inputs[0].shape, eqn.outputs[0].shape, before, after)
-        if eqn.primitive in (*_CUT, *_JOIN):
-            (whole,), maps = (
-                (eqn.inputs[:1], rule.operands)
-                if eqn.primitive in _CUT
-                else (eqn.outputs, rule.results)
-            )
-            joined = {maps[0][dim] for dim in dims_of(whole, cut)}
-            return replace(
-                rule,
-                kinds=tuple(
-                    FactorKind.PASS_THROUGH
-                    if factor in joined and kind is FactorKind.PERMUTATION
-                    else kind
-                    for factor, kind in enumerate(rule.kinds)
-                ),
-            )
+                return reshape_rule(whole.shape, reshaped.shape, before, after)
+        elif eqn.primitive in _CUT:
+            return _passing(rule, rule.operands, _dims_of(classes, eqn.inputs[0], cut))
+        elif eqn.primitive in _JOIN:
+            return _passing(rule, rule.results, _dims_of(classes, eqn.outputs[0], cut))
         return rule
 
     return Problem(
-        find_logical_axes(axis_classes(axes.program, carry, rule_for)), problem.groups, problem.mesh_axes, problem.pins,
+        find_logical_axes(axis_classes(classes.program, carry, rule_for)),
+        problem.groups,
+        problem.mesh_axes,
+        problem.pins,
         disallowed=problem.disallowed,
-    )  # fmt: skip
+    )
+
+
+def _dims_of(
+    classes: AxisClasses, value: Value, dimensions: frozenset[tuple[int, int]]
+) -> frozenset[int]:
+    """Dimensions of a value that have one of these axis classes and sizes."""
+    pairs = zip(classes.of_value[value.index], value.shape, strict=True)
+    return frozenset(dim for dim, pair in enumerate(pairs) if pair in dimensions)
+
+
+def _passing(
+    rule: ShardingRule, places: Sequence[tuple[int, ...]], dims: frozenset[int]
+) -> ShardingRule:
+    """The rule with the permuted factors of these dimensions of its first place passed through."""
+    factors = {places[0][dim] for dim in dims}
+    kinds = list(rule.kinds)
+    for factor in factors:
+        if kinds[factor] is FactorKind.PERMUTATION:
+            kinds[factor] = FactorKind.PASS_THROUGH
+    return replace(rule, kinds=tuple(kinds))
 
 
 def _separate(case: Advised) -> Iterator[str]:
-    fused = find_fused(case.prepared.problem)
+    problem = case.prepared.problem
+    fused = find_fused(problem)
     if not fused:
         return
-    gain = case.gain(case.best_of(separated(case.prepared.problem, fused, case.prepared.carry)))
+    gain = case.gain(case.best_of(separated(problem, fused, case.prepared.carry)))
     if gain:
-        named = dict.fromkeys(
+        weights = dict.fromkeys(
             f"{path} (dimension {dim}: {_parts_text(f)})" for f in fused for path, dim in f.leaves
         )
         yield (
-            f"store the parts of {_some(list(named))} as separate arrays: it would save {gain}; "
-            f"assuming that each "
-            f"part is then laid out as the whole is now, so that nothing moves when they are taken "
-            f"apart"
+            f"store the parts of {_some(list(weights))} as separate arrays: it would save {gain}; "
+            f"assuming that each part is then laid out as the whole is now, so that nothing moves "
+            f"when they are taken apart"
         )
 
 
@@ -262,65 +290,64 @@ def _some(names: list[str]) -> str:
 def _pad(case: Advised) -> Iterator[str]:
     prepared = case.prepared
     devices = math.prod(prepared.problem.mesh_axes.values())
-    for size, places in list(_odd_sizes(prepared.problem).items())[:MOST_PADDED]:
+    for size, dimensions in list(_odd_sizes(prepared.problem).items())[:MOST_PADDED]:
         unit = LANES if size >= LARGE else devices
         padded = -(-size // unit) * unit
-        problem = _traced_at(prepared, dict.fromkeys(places, (size, padded)))
+        problem = _traced_at(prepared, dict.fromkeys(dimensions, (size, padded)))
         gain = "" if problem is None else case.gain(case.best_of(problem))
         if gain:
             yield (
-                f"pad {_some(list(places.values()))} from {size} to {padded}: it would save "
-                f"{gain}; assuming that the "
-                f"function takes that size and leaves the padding out of its results itself"
+                f"pad {_some(list(dimensions.values()))} from {size} to {padded}: it would save "
+                f"{gain}; assuming that the function takes that size and leaves the padding out of "
+                f"its results itself"
             )
 
 
 def _odd_sizes(problem: Problem) -> dict[int, dict[int, str]]:
-    """By size that some mesh axis does not divide, the axes of parameters that have it: `dimension
-    0 of embed`.
+    """Sizes that some mesh axis does not divide, those of most parameter bytes first.
+
+    By size, the axis classes of parameters that have it, each with the first dimension of it:
+    `dimension 0 of embed`. Sizes of few bytes are left out.
     """
-    axes, program = problem.logical_axes.classes, problem.program
-    ways = [ways for ways in problem.mesh_axes.values() if ways > 1]
-    weight: dict[int, int] = defaultdict(int)
-    places: dict[int, dict[int, str]] = defaultdict(dict)
-    for path, value, group in zip(
-        program.input_paths, program.body.inputs, problem.groups.of_input, strict=True
-    ):
-        for dim, (axis, size) in enumerate(
-            zip(axes.of_value[value.index], value.shape, strict=True)
-        ):
-            odd = size > max(ways, default=1) and any(size % n for n in ways)
-            if group is Group.PARAMETER and odd and axis not in axes.scanned:
-                weight[size] += value.bytes
-                places[size].setdefault(axis, f"dimension {dim} of {path}")
-    least = WORTH * sum(v.bytes for v in program.body.inputs)
-    return {
-        size: places[size]
-        for size in sorted(weight, key=lambda s: (-weight[s], s))
-        if weight[size] >= least
-    }
+    classes = problem.logical_axes.classes
+    mesh_sizes = [size for size in problem.mesh_axes.values() if size > 1]
+    bytes_of: dict[int, int] = defaultdict(int)
+    dimensions: dict[int, dict[int, str]] = defaultdict(dict)
+    for path, value in _parameters(problem):
+        axes = classes.of_value[value.index]
+        for dim, (axis, size) in enumerate(zip(axes, value.shape, strict=True)):
+            if _is_odd(size, mesh_sizes) and axis not in classes.scanned:
+                bytes_of[size] += value.bytes
+                dimensions[size].setdefault(axis, f"dimension {dim} of {path}")
+    least_bytes = WORTH * sum(leaf.bytes for leaf in problem.program.body.inputs)
+    most_bytes_first = sorted(bytes_of, key=lambda size: (-bytes_of[size], size))
+    return {size: dimensions[size] for size in most_bytes_first if bytes_of[size] >= least_bytes}
 
 
-def _traced_at(prepared: Prepared, changed: Mapping[int, tuple[int, int]]) -> Problem | None:
-    """The problem of the function traced with other sizes; None where it cannot be.
+def _is_odd(size: int, mesh_sizes: list[int]) -> bool:
+    """True for a size that could be split over any mesh axis, but that some does not divide."""
+    return size > max(mesh_sizes, default=1) and any(size % ways for ways in mesh_sizes)
+
+
+def _traced_at(prepared: Prepared, padding: Mapping[int, tuple[int, int]]) -> Problem | None:
+    """The problem of the function traced with padded dimensions; None where it cannot be.
 
     Args:
         prepared: The function.
-        changed: By axis class, the size that is another one, and which.
+        padding: By axis class, the size that is padded, and to which.
     """
-    call, axes = prepared.traced.call, prepared.problem.logical_axes.classes
+    call, classes = prepared.traced.call, prepared.problem.logical_axes.classes
     avals = []
-    for value, aval in zip(axes.program.body.inputs, call.avals, strict=True):
-        dims = zip(axes.of_value[value.index], aval.shape, strict=True)
-        shape = tuple(
-            changed[axis][1] if changed.get(axis, (0, 0))[0] == size else size
-            for axis, size in dims
-        )
-        avals.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type)))
+    for value, aval in zip(classes.program.body.inputs, call.avals, strict=True):
+        shape = list(aval.shape)
+        for dim, axis in enumerate(classes.of_value[value.index]):
+            size, padded = padding.get(axis, (0, 0))
+            if shape[dim] == size:
+                shape[dim] = padded
+        avals.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=bool(aval.weak_type)))
+    leaves = tuple(avals)
     try:
-        return prepare(
-            prepared.request, replace(call, leaves=tuple(avals), avals=tuple(avals))
-        ).problem
+        return prepare(prepared.request, replace(call, leaves=leaves, avals=leaves)).problem
     except AutoshardError:
         return None
 
@@ -329,26 +356,35 @@ def _traced_at(prepared: Prepared, changed: Mapping[int, tuple[int, int]]) -> Pr
 
 
 def _donate(case: Advised) -> Iterator[str]:
-    traced, problem = case.prepared.traced, case.prepared.problem
-    call = traced.call
-    leaves: dict[int | str, set[int]] = defaultdict(set)
-    for leaf, owner in enumerate(call.owners):
-        leaves[owner].add(leaf)
-    back = {source for source, _ in matching_state(traced, donated_only=False)}
-    owners = [
-        owner
-        for owner, own in leaves.items()
-        if own <= back and not all(call.donated[i] for i in own)
-    ]
+    call = case.prepared.traced.call
+    owners = _returned_arguments(case.prepared)
     if not owners:
         return
-    donated = tuple(gone or call.owners[i] in owners for i, gone in enumerate(call.donated))
-    gain = case.gain(Predictor(problem, case.hardware, donated, case.backend).predict(case.layout))
+    donated = tuple(
+        already or owner in owners for already, owner in zip(call.donated, call.owners, strict=True)
+    )
+    predictor = Predictor(case.prepared.problem, case.hardware, donated, case.backend)
+    gain = case.gain(predictor.predict(case.layout))
     if gain:
-        numbers = ", ".join(
-            str(owner) if isinstance(owner, int) else repr(owner) for owner in owners
+        names = [str(owner) if isinstance(owner, int) else repr(owner) for owner in owners]
+        yield (
+            f"donate argument {', '.join(names)}, which the function returns anew "
+            f"(donate_argnums): it would save {gain}"
         )
-        yield f"donate argument {numbers}, which the function returns anew (donate_argnums): it would save {gain}"
+
+
+def _returned_arguments(prepared: Prepared) -> list[int | str]:
+    """Arguments all of whose leaves the step returns anew, and that are not all donated yet."""
+    traced = prepared.traced
+    returned = {leaf for leaf, _ in matching_state(traced, donated_only=False)}
+    leaves: dict[int | str, set[int]] = defaultdict(set)
+    for leaf, owner in enumerate(traced.call.owners):
+        leaves[owner].add(leaf)
+    return [
+        owner
+        for owner, own in leaves.items()
+        if own <= returned and not all(traced.call.donated[leaf] for leaf in own)
+    ]
 
 
 KINDS: tuple[Callable[[Advised], Iterator[str]], ...] = (_separate, _pad, _donate)

@@ -1,35 +1,42 @@
 """Explanations: what a plan moves and from which source line and rule, what each device stores, and
-why not otherwise.
+why no preset is better.
 
-Every number says whose word it is: predicted (the model), compiled (read from the compiled
-program), measured.
+Every number comes with its provenance: predicted (by the model), compiled (read from the compiled
+program) or measured.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-
+from autoshard.axes.argument_groups import Group
 from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.hardware.hardware import Hardware
-from autoshard.cost_model.hardware.refit import summary_s
+from autoshard.cost_model.hardware.step_components import step_s, summary_s
 from autoshard.cost_model.memory_breakdown import Purpose, purposes
-from autoshard.cost_model.predict import Predictor
-from autoshard.evidence.candidate import Candidate, winner_of
-from autoshard.evidence.collectives import CollectiveOp
+from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.evidence.candidate import Candidate, CompiledEvidence, winner_of
+from autoshard.evidence.collectives import Collective, CollectiveOp
+from autoshard.evidence.pareto import pareto
 from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.spec import shard_count
+from autoshard.report.text_table import TextTable, columns, render
 from autoshard.report.what_if import logical_axis_of, predictor_for
-from autoshard.report.text_table import render
-from autoshard.text import bytes_text, seconds_text
-from autoshard.tracing.program import Value
+from autoshard.text import bytes_text, first_line, seconds_text
+from autoshard.tracing.program import Eqn, Value
 from autoshard.tracing.source_lines import source_line
+
+NOISE = 1.05
+"""Ratio of two step times up to which a slower one is said to be as fast within noise. Chosen by
+hand, as the spread of medians on a busy machine; no test depends on it."""
+
+_Place = tuple[str, tuple[str, ...]]
+"""Kind of collective and mesh axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class Moved:
         count: Executions per call, by operand of combined collectives.
         bytes: Bytes one device sends per call.
         seconds: Alpha-beta seconds; a combined collective's latency is shared by its operands.
-        rules: The plan's rules that split the line's work over these axes.
+        rules: The plan's rules that split the line's factors over these axes.
     """
 
     source: str
@@ -63,8 +70,8 @@ class Explanation:
         moved: Compiled collectives by source line, most bytes first; () if nothing can be compiled
             here.
         attributed: Share of the compiled collective bytes whose source line is known.
-        stored_bytes: What one device stores, by what it is for; `whose` says whose word each is.
-        whose: `predicted` or `compiled`, by the same names.
+        stored_bytes: What one device stores, by what it is for.
+        provenance: `predicted` or `compiled`, by the names of `stored_bytes`.
         throughput: Of the plan, predicted.
         compiled_s: Predicted compute with the compiled collectives; None if nothing can be compiled
             here.
@@ -77,7 +84,7 @@ class Explanation:
     moved: tuple[Moved, ...]
     attributed: float
     stored_bytes: Mapping[str, int]
-    whose: Mapping[str, str]
+    provenance: Mapping[str, str]
     throughput: Throughput
     compiled_s: float | None
     measured_s: float | None
@@ -85,15 +92,11 @@ class Explanation:
     pareto: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
-        parts: list[object] = [_moved_table(self), _memory_table(self), _throughput_table(self)]
+        parts = [_moved_table(self), _memory_table(self), _throughput_table(self)]
         if self.pareto:
             parts.append(_pareto_table(self))
-        if self.reasons:
-            parts.append(
-                "why not a preset:\n"
-                + "\n".join(f"  {name}: {reason}" for name, reason in self.reasons)
-            )
-        return render(*parts).rstrip()
+        reasons = [f"  {name}: {reason}" for name, reason in self.reasons]
+        return render(*parts, "\n".join(["why not a preset:", *reasons] if reasons else []))
 
 
 def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanation:
@@ -105,73 +108,79 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
     """
     predictor = predictor_for(plan, hardware)
     prediction = predictor.predict(plan.layout)
-    winner = winner_of(plan.candidates)
+    gradient_bytes = _gradient_bytes(plan)
     ops: tuple[CollectiveOp, ...] = ()
     compiled_s: float | None = None
-    stored = {name: count for name, count in prediction.argument_bytes.items() if count}
-    whose = dict.fromkeys(stored, "predicted")
-    gradients = _gradient_bytes(plan)
     if plan.mesh.target is None:
         compiled = plan.compile()
         text = compiled.executable.as_text() or ""
         ops = read_collectives(text, plan.mesh.axes, by_operand=True)
-        comm_s = sum(
-            op.trip_count * _seconds(predictor, op) for op in read_collectives(text, plan.mesh.axes)
-        )
-        overlapped = predictor.hardware.overlap * min(prediction.compute_s, comm_s)
-        compiled_s = prediction.compute_s + comm_s - overlapped
-        found = compiled.evidence
-        rest = {
-            "gradients": gradients,
-            "activations and other temporaries": max(found.temp_bytes - gradients, 0),
-            "outputs that are no donated argument": found.output_bytes - found.alias_bytes,
-            "peak": found.peak_bytes,
-        }
-        whose |= dict.fromkeys(rest, "compiled") | {"gradients": "predicted"}
+        comm_s = _seconds(predictor, read_collectives(text, plan.mesh.axes))
+        compiled_s = step_s(prediction.compute_s, comm_s, predictor.hardware.overlap)
+        rest, provenance = _compiled_memory(compiled.evidence, gradient_bytes), "compiled"
     else:
-        kept = prediction.peak_bytes - sum(stored.values()) - gradients
-        rest = {"gradients": gradients, "activations and other temporaries": max(kept, 0),
-                "peak": prediction.peak_bytes}  # fmt: skip
-        whose |= dict.fromkeys(rest, "predicted")
-    total = sum(op.total_bytes for op in ops)
-    known = sum(op.total_bytes for op in ops if op.source)
+        rest, provenance = _predicted_memory(prediction, gradient_bytes), "predicted"
+    arguments = _argument_memory(prediction)
+    predicted_too = dict.fromkeys([*arguments, "gradients"], "predicted")
+    winner = winner_of(plan.candidates)
     return Explanation(
         moved=_by_line(plan, predictor, ops),
-        attributed=known / total if total else 1.0,
-        stored_bytes=stored | rest,
-        whose=whose,
+        attributed=_attributed(ops),
+        stored_bytes=arguments | rest,
+        provenance=dict.fromkeys(rest, provenance) | predicted_too,
         throughput=predictor.throughput(plan.layout, plan.samples_per_step),
         compiled_s=compiled_s,
-        measured_s=winner.measured.median_s
-        if winner is not None and winner.measured is not None
-        else None,
+        measured_s=None if winner is None or winner.measured is None else winner.measured.median_s,
         reasons=tuple(_reasons(plan, predictor, winner)),
-        pareto=pareto(plan.candidates),
+        pareto=pareto_candidates(plan.candidates),
     )
 
 
-def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Trials that no other one beats in both predicted time and predicted peak memory, fastest
-    first.
-    """
-    kept: list[Candidate] = []
-    least_bytes: int | None = None
-    known = [
-        (t.predicted, t)
-        for t in candidates
-        if t.predicted is not None and t.constraints == "anchors"
+def pareto_candidates(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Candidates that no other one beats in both predicted time and peak memory, fastest first."""
+    anchored = [
+        (candidate.predicted, candidate)
+        for candidate in candidates
+        if candidate.predicted is not None and candidate.constraints == "anchors"
     ]
-    for found, candidate in sorted(
-        known, key=lambda item: (item[0].time_s, item[0].peak_bytes, item[1].key)
-    ):
-        if least_bytes is None or found.peak_bytes < least_bytes:
-            kept.append(candidate)
-            least_bytes = found.peak_bytes
-    return tuple(kept)
+    front = pareto(anchored, lambda item: (item[0].time_s, item[0].peak_bytes, item[1].key))
+    return tuple(candidate for _, candidate in front)
 
 
-def _seconds(predictor: Predictor, op: CollectiveOp) -> float:
-    return predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
+def _seconds(predictor: Predictor, ops: Iterable[CollectiveOp]) -> float:
+    """Alpha-beta seconds of compiled collectives in one call."""
+    return sum(
+        op.trip_count * predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
+        for op in ops
+    )
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def _argument_memory(prediction: Prediction) -> dict[str, int]:
+    return {group: count for group, count in prediction.argument_bytes.items() if count}
+
+
+def _compiled_memory(evidence: CompiledEvidence, gradient_bytes: int) -> dict[str, int]:
+    """Bytes on one device beside the arguments; the compiler does not tell gradients apart."""
+    return {
+        "gradients": gradient_bytes,
+        "activations and other temporaries": max(evidence.temp_bytes - gradient_bytes, 0),
+        "outputs that are no donated argument": evidence.output_bytes - evidence.alias_bytes,
+        "peak": evidence.peak_bytes,
+    }
+
+
+def _predicted_memory(prediction: Prediction, gradient_bytes: int) -> dict[str, int]:
+    """Bytes on one device beside the arguments."""
+    argument_bytes = sum(_argument_memory(prediction).values())
+    temporary_bytes = prediction.peak_bytes - argument_bytes - gradient_bytes
+    return {
+        "gradients": gradient_bytes,
+        "activations and other temporaries": max(temporary_bytes, 0),
+        "peak": prediction.peak_bytes,
+    }
 
 
 def _gradient_bytes(plan: BoundPlan) -> int:
@@ -179,25 +188,28 @@ def _gradient_bytes(plan: BoundPlan) -> int:
     data flow.
     """
     program, layout = plan.traced.program, plan.layout
-    axes = layout.problem.logical_axes.classes
+    purpose, axes_of = purposes(layout.problem), layout.problem.logical_axes.classes.of_value
     last: dict[object, Value] = {}
-    purpose = purposes(layout.problem)
     for eqn in program.body.eqns:
         for value in eqn.outputs:
             if purpose[value.index] is Purpose.GRADIENTS:
-                last[value.shape, axes.of_value[value.index]] = value
-    groups = zip(program.body.inputs, layout.problem.groups.of_input, strict=True)
+                last[value.shape, axes_of[value.index]] = value
     total = 0
-    for leaf, group in groups:
-        gradient = last.get((leaf.shape, axes.of_value[leaf.index]))
-        if group.value == "parameters" and gradient is not None:
-            total += gradient.bytes // shard_count(
-                layout.fit(gradient).spec, layout.problem.mesh_axes
-            )
+    for leaf, group in zip(program.body.inputs, layout.problem.groups.of_input, strict=True):
+        gradient = last.get((leaf.shape, axes_of[leaf.index]))
+        if group is Group.PARAMETER and gradient is not None:
+            spec = layout.fit(gradient).spec
+            total += gradient.bytes // shard_count(spec, layout.problem.mesh_axes)
     return total
 
 
-# Where and why ------------------------------------------------------------------------------------
+# Communication by source line ---------------------------------------------------------------------
+
+
+def _attributed(ops: Sequence[CollectiveOp]) -> float:
+    total_bytes = sum(op.total_bytes for op in ops)
+    attributed_bytes = sum(op.total_bytes for op in ops if op.source)
+    return attributed_bytes / total_bytes if total_bytes else 1.0
 
 
 def _by_line(
@@ -209,35 +221,39 @@ def _by_line(
     rules = _rules_by_line(plan.layout)
     moved = [
         Moved(
-            source,
-            kind,
-            axes,
-            sum(op.trip_count for op in own),
-            sum(op.total_bytes for op in own),
-            sum(op.trip_count * _seconds(predictor, op) for op in own),
-            tuple(str(r) for r in rules.get(source, ()) if r.mesh_axis in axes),
+            source=source,
+            kind=kind,
+            axes=axes,
+            count=sum(op.trip_count for op in group),
+            bytes=sum(op.total_bytes for op in group),
+            seconds=_seconds(predictor, group),
+            rules=tuple(str(rule) for rule in rules.get(source, ()) if rule.mesh_axis in axes),
         )
-        for (source, kind, axes), own in groups.items()
+        for (source, kind, axes), group in groups.items()
     ]
     return tuple(sorted(moved, key=lambda m: (-m.bytes, m.source, m.kind, m.axes)))
 
 
 def _rules_by_line(layout: Layout) -> Mapping[str, tuple[AxisRule, ...]]:
-    """By source line, the rules whose logical axis its equations loop over."""
+    """By source line, the rules on a logical axis of its equations."""
     logical_axes: dict[str, set[int]] = defaultdict(set)
-    of_value = layout.problem.logical_axes.of_value
     for eqn in layout.problem.program.eqns:
-        found = (
-            {logical_axis for logical_axis, _ in layout.problem.logical_axes.factors(eqn)}
-            if not eqn.bodies
-            else set()
-        )
-        values = eqn.inputs if eqn.bodies else ()  # a loop gathers what it is given
-        logical_axes[source_line(eqn)] |= found.union(*(of_value[v.index] for v in values))
+        logical_axes[source_line(eqn)] |= _logical_axes_of(layout, eqn)
     return {
-        line: tuple(rule for rule in layout.rules if logical_axis_of(layout, rule) in found)
-        for line, found in logical_axes.items()
+        line: tuple(rule for rule in layout.rules if logical_axis_of(layout, rule) in of_line)
+        for line, of_line in logical_axes.items()
     }
+
+
+def _logical_axes_of(layout: Layout, eqn: Eqn) -> set[int]:
+    """Logical axes of an equation's factors; of a loop's operands, which it gathers first."""
+    logical_axes = layout.problem.logical_axes
+    if not eqn.bodies:
+        return {logical_axis for logical_axis, _ in logical_axes.factors(eqn)}
+    return {axis for value in eqn.inputs for axis in logical_axes.of_value[value.index]}
+
+
+# Why not a preset ---------------------------------------------------------------------------------
 
 
 def _reasons(
@@ -249,129 +265,142 @@ def _reasons(
     if winner is None:
         return
     for candidate in plan.candidates:
-        if candidate.is_preset and candidate is not winner:
-            reason = candidate.reason.splitlines()[0] if candidate.reason else ""
-            yield (
-                candidate.name,
-                reason if candidate.rejected else _slower(plan, predictor, candidate, winner),
-            )
+        if not candidate.is_preset or candidate is winner:
+            continue
+        if candidate.rejected:
+            yield candidate.name, first_line(candidate.reason)
+        else:
+            yield candidate.name, _slower(plan, predictor, candidate, winner)
 
 
 def _slower(plan: BoundPlan, predictor: Predictor, candidate: Candidate, winner: Candidate) -> str:
     """The reason why a candidate that would work lost."""
-    if candidate.measured is not None and winner.measured is not None:
-        mine, best, word = candidate.measured.median_s, winner.measured.median_s, "measured"
-    elif candidate.compiled is not None and winner.compiled is not None:
-        mine, best, word = candidate.compiled.time_s, winner.compiled.time_s, "compiled"
-    elif candidate.predicted is not None and winner.predicted is not None:
-        mine, best, word = candidate.predicted.time_s, winner.predicted.time_s, "predicted"
-    else:
+    compared = _times(candidate, winner)
+    if compared is None:
         return "nothing is known of it"
-    times = f"{seconds_text(mine)} against {seconds_text(best)} ({word})"
+    candidate_s, winner_s, provenance = compared
+    times = f"{seconds_text(candidate_s)} against {seconds_text(winner_s)} ({provenance})"
+    more_s, more_bytes = _more_communication(plan, predictor, candidate, winner)
+    worst = max(more_s, key=lambda place: more_s[place], default=None)
+    if worst is not None and candidate_s > winner_s and more_s[worst] > 0:
+        kind, axes = worst
+        return (
+            f"slower because of {kind} over {','.join(axes)}, {bytes_text(more_bytes[worst])} more,"
+            f" about {seconds_text(more_s[worst])}: {times}"
+        )
+    if candidate_s <= NOISE * winner_s:
+        return f"as fast within noise: {times}"
+    return f"slower by its compute, not its collectives: {times}"
+
+
+def _times(candidate: Candidate, winner: Candidate) -> tuple[float, float, str] | None:
+    """(seconds of the candidate, of the winner, provenance): the best that both have."""
+    if candidate.measured and winner.measured:
+        return candidate.measured.median_s, winner.measured.median_s, "measured"
+    if candidate.compiled and winner.compiled:
+        return candidate.compiled.time_s, winner.compiled.time_s, "compiled"
+    if candidate.predicted and winner.predicted:
+        return candidate.predicted.time_s, winner.predicted.time_s, "predicted"
+    return None
+
+
+def _more_communication(
+    plan: BoundPlan, predictor: Predictor, candidate: Candidate, winner: Candidate
+) -> tuple[dict[_Place, float], dict[_Place, int]]:
+    """By kind and mesh axes, the seconds and the bytes that a candidate's collectives take more."""
+    collectives: list[Sequence[Collective]]
     if candidate.compiled is not None and winner.compiled is not None:
-        theirs, ours = candidate.compiled.collectives, winner.compiled.collectives
+        collectives = [candidate.compiled.collectives, winner.compiled.collectives]
     else:
-        theirs, ours = (
-            predictor.predict(
-                Layout(plan.layout.problem, tuple(map(AxisRule.parse, t.rules)))
-            ).collectives
-            for t in (candidate, winner)
-        )
-    extra: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-    sent: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
-    for sign, collectives in ((1, theirs), (-1, ours)):
-        for c in collectives:
-            extra[c.kind, c.axes] += sign * summary_s(
-                predictor.hardware, predictor.problem.mesh_axes, c
-            )
-            sent[c.kind, c.axes] += sign * c.bytes
-    worst = max(extra, key=lambda key: extra[key], default=None)
-    if mine <= best or worst is None or extra[worst] <= 0:
-        same = (
-            "as fast within noise"
-            if mine <= 1.05 * best
-            else "slower by its compute, not its collectives"
-        )
-        return f"{same}: {times}"
-    kind, axes = worst
-    return (
-        f"slower because of {kind} over {','.join(axes)}, {bytes_text(sent[worst])} more, about "
-        f"{seconds_text(extra[worst])}: {times}"
-    )
+        collectives = [
+            predictor.predict(_layout_of(plan, who)).collectives for who in (candidate, winner)
+        ]
+    more_s: dict[_Place, float] = defaultdict(float)
+    more_bytes: dict[_Place, int] = defaultdict(int)
+    for sign, of_one in zip((1, -1), collectives, strict=True):
+        for collective in of_one:
+            place = collective.kind, collective.axes
+            seconds = summary_s(predictor.hardware, predictor.problem.mesh_axes, collective)
+            more_s[place] += sign * seconds
+            more_bytes[place] += sign * collective.bytes
+    return more_s, more_bytes
+
+
+def _layout_of(plan: BoundPlan, candidate: Candidate) -> Layout:
+    return Layout(plan.layout.problem, tuple(map(AxisRule.parse, candidate.rules)))
 
 
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _moved_table(found: Explanation) -> Table:
-    share = f"{found.attributed:.1%} of the bytes have a source line"
-    table = Table(
-        title=f"communication, compiled: bytes one device sends a call; {share}",
-        title_justify="left",
+def _moved_table(explanation: Explanation) -> TextTable:
+    share = f"{explanation.attributed:.1%} of the bytes have a source line"
+    table = TextTable(
+        f"communication, compiled: bytes one device sends a call; {share}",
+        columns(
+            *("source", "collective", "mesh axes", "count", "bytes", "seconds", "rules"),
+            right=("count", "bytes", "seconds"),
+            wraps=("rules",),
+        ),
     )
-    for name in ("source", "collective", "mesh axes"):
-        table.add_column(name, no_wrap=True)
-    for name in ("count", "bytes", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("rules")
-    for m in found.moved:
-        table.add_row(
-            m.source or "unknown", m.kind, ",".join(m.axes), str(m.count), bytes_text(m.bytes), seconds_text(m.seconds),
-            ", ".join(m.rules),
-        )  # fmt: skip
-    return table
-
-
-def _memory_table(found: Explanation) -> Table:
-    table = Table(title="memory: what one device stores", title_justify="left")
-    for name in ("what", "bytes", "by"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "bytes" else "left")
-    for name, count in found.stored_bytes.items():
-        table.add_row(name, bytes_text(count), found.whose[name])
-    return table
-
-
-def _throughput_table(found: Explanation) -> Table:
-    t = found.throughput
-    table = Table(title="throughput: one step", title_justify="left")
-    for name in ("what", "value", "by"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "value" else "left")
-    rows = [
-        ("compute", seconds_text(t.compute_s), "predicted"),
-        ("communication", seconds_text(t.comm_s), "predicted"),
-        ("efficiency, compute / (compute + communication)", f"{t.efficiency:.0%}", "predicted"),
-        ("speed-up over one device", f"{t.speed_up:.1f}", "predicted"),
-    ]
-    words = ((t.step_s, "predicted"), (found.compiled_s, "compiled collectives, predicted compute"),
-             (found.measured_s, "measured"))  # fmt: skip
-    for step_s, word in words:
-        if step_s is not None:
-            rows.append(("step", seconds_text(step_s), word))
-            rows += [(f"{what} a second", f"{rate:.3g}", word) for what, rate in t.per_s(step_s)]
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _pareto_table(found: Explanation) -> Table:
-    """Time against memory; what the compiler said stands beside the prediction where it was
-    asked.
-    """
-    title = "time against memory: no candidate is predicted to be better in both"
-    table = Table(title=title, title_justify="left")
-    table.add_column("candidate", no_wrap=True)
-    for name in ("step", "peak", "step, compiled", "peak, compiled"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("rules")
-    for candidate in found.pareto:
-        assert candidate.predicted is not None
-        seen = candidate.compiled
-        compiled = (
-            ("", "") if seen is None else (seconds_text(seen.time_s), bytes_text(seen.peak_bytes))
+    for moved in explanation.moved:
+        table.add(
+            moved.source or "unknown",
+            moved.kind,
+            ",".join(moved.axes),
+            str(moved.count),
+            bytes_text(moved.bytes),
+            seconds_text(moved.seconds),
+            ", ".join(moved.rules),
         )
-        predicted = (
-            seconds_text(candidate.predicted.time_s),
-            bytes_text(candidate.predicted.peak_bytes),
+    return table
+
+
+def _memory_table(explanation: Explanation) -> TextTable:
+    table = TextTable(
+        "memory: what one device stores", columns("what", "bytes", "by", right=["bytes"])
+    )
+    for name, count in explanation.stored_bytes.items():
+        table.add(name, bytes_text(count), explanation.provenance[name])
+    return table
+
+
+def _throughput_table(explanation: Explanation) -> TextTable:
+    predicted = explanation.throughput
+    table = TextTable("throughput: one step", columns("what", "value", "by", right=["value"]))
+    efficiency = f"{predicted.efficiency:.0%}"
+    table.add("compute", seconds_text(predicted.compute_s), "predicted")
+    table.add("communication", seconds_text(predicted.comm_s), "predicted")
+    table.add("efficiency, compute / (compute + communication)", efficiency, "predicted")
+    table.add("speed-up over one device", f"{predicted.speed_up:.1f}", "predicted")
+    for seconds, provenance in (
+        (predicted.step_s, "predicted"),
+        (explanation.compiled_s, "compiled collectives, predicted compute"),
+        (explanation.measured_s, "measured"),
+    ):
+        if seconds is not None:
+            table.add("step", seconds_text(seconds), provenance)
+            for what, rate in predicted.per_s(seconds):
+                table.add(f"{what} a second", f"{rate:.3g}", provenance)
+    return table
+
+
+def _pareto_table(explanation: Explanation) -> TextTable:
+    """Time against memory, predicted; beside it what was compiled."""
+    numbers = ("step", "peak", "step, compiled", "peak, compiled")
+    table = TextTable(
+        "time against memory: no candidate is predicted to be better in both",
+        columns("candidate", *numbers, "rules", right=numbers, wraps=["rules"]),
+    )
+    for candidate in explanation.pareto:
+        predicted, compiled = candidate.predicted, candidate.compiled
+        assert predicted is not None
+        table.add(
+            candidate.name,
+            seconds_text(predicted.time_s),
+            bytes_text(predicted.peak_bytes),
+            seconds_text(compiled.time_s) if compiled else "",
+            bytes_text(compiled.peak_bytes) if compiled else "",
+            ", ".join(candidate.rules),
         )
-        table.add_row(candidate.name, *predicted, *compiled, ", ".join(candidate.rules))
     return table

@@ -136,9 +136,7 @@ def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = Non
     specs = dict(pinned.specs)
     for index, disallowed in pinned.disallowed.items():
         signature = layout.problem.value_signature(program.values[index])
-        logical_axes, sizes, optimizer, _ = signature
-        fit = first_fit(logical_axes, sizes, layout.bound, optimizer, disallowed=disallowed)
-        specs[index] = fit.spec
+        specs[index] = first_fit(signature._replace(disallowed=disallowed), layout.bound).spec
     before, after = _leaves(plan, hardware).predict([{}, specs])
     problem = replace(layout.problem, pins={**layout.problem.pins, **specs})
     return WhatIf(plan, pins, replace(layout, problem=problem), before, after)

@@ -79,10 +79,10 @@ def test_fused_projections_without_the_moves_cost_what_separate_ones_do(
     case = advised(attention(lambda p, x: CUTS[cut](x @ p["qkv"])), FUSED, X, donate_argnums=0)
     fused = find_fused(case.prepared.problem)
     found = case.best_of(separated(case.prepared.problem, fused, case.prepared.carry))
-    assert found.collective_bytes == pytest.approx(apart.now.collective_bytes, rel=0.02)
-    assert found.time_s == pytest.approx(apart.now.time_s, rel=0.1)
+    assert found.collective_bytes == pytest.approx(apart.prediction.collective_bytes, rel=0.02)
+    assert found.time_s == pytest.approx(apart.prediction.time_s, rel=0.1)
     lines = advise(case)
-    assert bool(lines) == (found.time_s < 0.98 * case.now.time_s)
+    assert bool(lines) == (found.time_s < 0.98 * case.prediction.time_s)
     if lines:
         assert lines[0].startswith(
             "store the parts of p/qkv (dimension 1: "
@@ -127,7 +127,7 @@ def test_a_vocabulary_that_nothing_divides_is_to_be_padded() -> None:
     assert lines[0].startswith(
         "pad dimension 0 of p/embed, dimension 1 of p/head from 5003 to 5120: it would save"
     )
-    assert even.now.time_s < 0.9 * odd.now.time_s
+    assert even.prediction.time_s < 0.9 * odd.prediction.time_s
     assert advise(even) == ()
 
 

@@ -17,7 +17,7 @@ from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.errors import PathError
 from autoshard.evidence.collectives import collective_bytes
 from autoshard.plan import Plan
-from autoshard.report.explain import pareto
+from autoshard.report.explain import pareto_candidates
 from examples import transformer
 from tests import models
 
@@ -164,12 +164,12 @@ def test_time_against_memory_is_shown(mesh_4x2: Mesh) -> None:
         for t in plan.candidates
         if t.predicted is not None and t.constraints == "anchors"
     ]
-    shown = [t.predicted for t in pareto(plan.candidates) if t.predicted is not None]
+    shown = [t.predicted for t in pareto_candidates(plan.candidates) if t.predicted is not None]
     assert len(shown) > 1
     assert [p.time_s for p in shown] == sorted({p.time_s for p in shown})
     assert [p.peak_bytes for p in shown] == sorted({p.peak_bytes for p in shown}, reverse=True)
     for one in anchored:
         assert any(p.time_s <= one.time_s and p.peak_bytes <= one.peak_bytes for p in shown)
     found = plan.explain(hardware="tpu_v5e")
-    assert found.pareto == pareto(plan.candidates)
+    assert found.pareto == pareto_candidates(plan.candidates)
     assert "time against memory" in str(found)
