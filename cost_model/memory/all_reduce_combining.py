@@ -39,7 +39,9 @@ class Sums:
     points: NDArray[np.int64]
 
 
-def find_sums(table: MemoryTable, classes: ProgramClasses, axes: AxisClasses, *, combined: bool) -> Sums:
+def find_sums(
+    table: MemoryTable, classes: ProgramClasses, axes: AxisClasses, *, combined: bool
+) -> Sums:
     """Where partial sums are added up.
 
     Args:

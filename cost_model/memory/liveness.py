@@ -107,7 +107,7 @@ class _Builder:
         plan = self._plans[body]
         last: dict[Buffer, int] = {}
         for position, node in enumerate(plan.nodes):
-            last |= dict.fromkeys((*node.reads, *node.makes), position)
+            last |= dict.fromkeys((*node.reads, *node.writes), position)
         last |= dict.fromkeys(((v, ()) for v in (*body.outputs, *keep)), END)
         dying: dict[int, set[Buffer]] = {}
         for buffer, position in last.items():
@@ -116,7 +116,7 @@ class _Builder:
         alive: set[Buffer] = {(v, ()) for v in owned}
         row = around + self._bytes(alive)
         for position, node in enumerate(plan.nodes):
-            made = set(node.makes) - alive
+            made = set(node.writes) - alive
             dead = (alive | made) & dying.get(position, set())
             if node.eqn is not None and node.eqn.bodies:
                 self._enter(node.eqn, row, made, dead)

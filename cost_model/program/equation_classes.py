@@ -51,7 +51,7 @@ class EquationClass:
         operands: Operands with a shape.
         results: Results, scalars too.
         flops: Of one run, unsharded.
-        stored_share: Share of the class that is not fused: those are operations of their own.
+        unfused_share: Share of the class that is not fused: those are operations of their own.
         runs_per_call: How often such an equation runs per call of the program.
     """
 
@@ -60,7 +60,7 @@ class EquationClass:
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     flops: float
-    stored_share: float
+    unfused_share: float
     runs_per_call: float
 
 
@@ -204,7 +204,7 @@ class _Builder:
         eqn, runs = members.eqn, members.runs_per_call
         rule = self._classes.rules[eqn.index]
         means = [transfers / runs if runs else 0.0 for transfers in members.transfers]
-        *transfers, stored_share = means
+        *transfers, unfused_share = means
         count = len(eqn.inputs)
         return EquationClass(
             eqn,
@@ -213,7 +213,7 @@ class _Builder:
             # scalars too: a partial sum may well be one
             self._operands(eqn.outputs, rule.results, transfers[count:], scalars=True),
             flops(eqn, rule),
-            stored_share,
+            unfused_share,
             runs,
         )
 

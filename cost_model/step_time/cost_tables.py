@@ -137,7 +137,7 @@ class Costs:
         )
         self._loads = np.array([o.transfers for w in works for o in w.operands])
         self._writes = np.array([o.transfers for w in works for o in w.results])
-        self._work_op_s = np.array([w.stored_share * self._hardware.op_s for w in works])
+        self._work_op_s = np.array([w.unfused_share * self._hardware.op_s for w in works])
 
     def _prepare_uses(
         self, problem: Problem, placements: Placements, uses: Sequence[ValueClass], max_factors: int
