@@ -30,7 +30,7 @@ from autoshard.cost_model.memory.peak_memory import MemoryColumn, Peak
 from autoshard.cost_model.program.applied_constraints import find_applied_constraints
 from autoshard.cost_model.program.equation_classes import find_classes
 from autoshard.cost_model.program.fusion_schedule import schedules
-from autoshard.cost_model.program.propagation import borrowed
+from autoshard.cost_model.program.propagation import propagated
 from autoshard.cost_model.step_time.cost_tables import Costs
 from autoshard.evidence.collectives import KINDS, Collective
 from autoshard.evidence.throughput import Throughput
@@ -121,13 +121,13 @@ class Predictor:
         applied = find_applied_constraints(problem)
         classes = find_classes(problem, plans, applied)
         self._costs = Costs(problem, hardware, classes, self.placements, applied, backend)
-        lent = borrowed(problem, self.placements)
+        propagated_to = propagated(problem, self.placements)
         body = problem.program.body
         shut = {v.index for v in (*body.inputs, *body.outputs)}
         columns: dict[MemoryColumn, int] = {}
         self._column_of = of_value = [
             columns.setdefault(
-                MemoryColumn(self.placements.value_column(v), lent[v.index], v.index in shut),
+                MemoryColumn(self.placements.value_column(v), propagated_to[v.index], v.index in shut),
                 len(columns),
             )
             for v in problem.program.values

@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 from autoshard.cost_model.memory.all_reduce_combining import Sums
 from autoshard.cost_model.memory.liveness import MemoryTable
 from autoshard.cost_model.program.equation_classes import ProgramClasses, ValueClass
-from autoshard.cost_model.program.propagation import Borrowed
+from autoshard.cost_model.program.propagation import Propagated
 from autoshard.cost_model.step_time.cost_tables import CopyColumns
 from autoshard.cost_model.step_time.reshard import Array
 from autoshard.layout.placements import Placements
@@ -31,13 +31,13 @@ class MemoryColumn(NamedTuple):
 
     Attributes:
         placement: Their column of the placements.
-        borrowed: What they inherit.
+        propagated: What they inherit.
         shut: Arguments and outputs: where a mesh axis does not divide them they are whole; others
             are left open there.
     """
 
     placement: int
-    borrowed: Borrowed
+    propagated: Propagated
     shut: bool
 
 
@@ -68,7 +68,7 @@ class Peak:
         self._placements = placements
         self._columns = np.array([c.placement for c in columns], dtype=np.int64)
         self._shut = np.array([c.shut for c in columns], dtype=bool)
-        lent = [(n, *entry) for n, c in enumerate(columns) for entry in c.borrowed]
+        lent = [(n, *entry) for n, c in enumerate(columns) for entry in c.propagated]
         self._lent = np.array(lent, dtype=np.int64).reshape(-1, 4)
         work = classes.of_eqn[table.point_eqn]
         self._spans = [_points(table, uses) for uses in classes.value_classes]

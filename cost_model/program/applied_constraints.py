@@ -271,7 +271,7 @@ class AppliedColumns:
 
         constraint, agreed = self._agreed(tables, number, index[applied])
         # [applied, mesh axes]: dimension or factor that is split where the constraint is applied
-        split = _look_up(tables.targets[number], constraint.dims)
+        split = look_up(tables.targets[number], constraint.dims)
         agreed &= self._wins_vote(tables, number, index[applied], (split, dims[applied]))
         dims[applied] = np.where(agreed[:, None], split, dims[applied])
         order[applied] = np.where(agreed, constraint.order, order[applied])
@@ -328,13 +328,11 @@ class AppliedColumns:
         """What the anchors at one position say of their values, and [n] whether it is closed."""
         column = np.maximum(tables.constraint[number, position], 0)
         factors, order = self._placed(index, column)
-        dims = _look_up(tables.dim_of_factor[number, position], np.maximum(factors, -1))
+        dims = look_up(tables.dim_of_factor[number, position], np.maximum(factors, -1))
         by_anchor = tables.shifted_by_anchor[number, position]  # [n, dimensions + 1]
         by_producer = tables.shifted_by_producer[number]
         shifted = (  # [n, mesh axes]: where such a split differs, the value is in its own spec
-            _look_up(by_anchor, dims)
-            | _look_up(by_anchor, own.dims)
-            | _look_up(by_producer, own.dims)
+            look_up(by_anchor, dims) | look_up(by_anchor, own.dims) | look_up(by_producer, own.dims)
         )
         in_own_spec = ((dims != own.dims) & shifted).any(axis=1)
         dims = np.where(in_own_spec[:, None], own.dims, dims)
@@ -366,7 +364,7 @@ class AppliedColumns:
             exists = tables.voter[number, position] >= 0  # [n]
             operand, _ = self._placed(index, np.maximum(tables.voter[number, position], 0))
             factors = tables.voter_factors[number, position]  # [n, dimensions + 1]
-            split = _look_up(factors, np.maximum(operand, -1))  # [n, mesh axes]: factors
+            split = look_up(factors, np.maximum(operand, -1))  # [n, mesh axes]: factors
             for side, vote in zip(sides, (1, -1), strict=True):
                 has_factor = (factors[:, None, :] == side[:, :, None]).any(axis=2)
                 wanted = np.where(has_factor & (side >= 0), side, -1)
@@ -387,7 +385,7 @@ class AppliedColumns:
         return self._padded
 
 
-def _look_up(table: NDArray[Any], dims: Dims) -> NDArray[Any]:
+def look_up(table: NDArray[Any], dims: Dims) -> NDArray[Any]:
     """[n, mesh axes] entries of [n, width] tables; -1 looks up the last, which is that of none."""
     return np.take_along_axis(table, dims.astype(np.int64), axis=1)
 

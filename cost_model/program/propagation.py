@@ -1,11 +1,11 @@
-"""What values inherit from their neighbours: where nothing is stated, the partitioner carries a
-split on.
+"""Propagated shardings: where nothing is stated, the partitioner carries a split on.
 
-Arguments, outputs, loop carries and what anchors read and write are stated (see `constrain`); any
-other value is open. The partitioner hands a split from one open value to the next, both ways, along
-dimensions that run over the same loop, also where a window shifts it. So an open value is split as
-its own logical axes say, and over each other mesh axis as something stated at the border of its region is,
-one of another logical axis for instance.
+Arguments, outputs, loop carries and what anchors read and write are stated (see
+`layout.constraints`); any other value is unstated. The partitioner hands a split from one unstated
+value to the next, both ways, along dimensions that run over the same factor, also where a window
+shifts it. The dimensions that it so splits alike are a region; stated dimensions and factors that
+touch it are its boundary. So an unstated value is split as its own logical axes say, and over each
+other mesh axis as something at the boundary is, one of another logical axis for instance.
 
 Reference:
     Shardy, `sdy-user-priority-propagate`: aggressive propagation, factors of kind pass-through and
@@ -14,9 +14,11 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
@@ -27,130 +29,156 @@ from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Eqn, MappingKind, Value
 
 STATED = ANCHORS | CUT_KERNELS | SHIFTS
-_CARRIES_ON = (FactorKind.PASS_THROUGH, FactorKind.PERMUTATION)
+"""Primitives at whose operands and results the layout states its specs."""
 
-Borrowed = tuple[tuple[int, int, int], ...]
-"""Entries (column of the placements, its dimension or loop, own dimension): that one's mesh axes
-are taken on here."""
+_PROPAGATED = (FactorKind.PASS_THROUGH, FactorKind.PERMUTATION)
+
+Dim = tuple[Value, int]
+"""A dimension of a value."""
 
 
-def borrowed(problem: Problem, placements: Placements) -> list[Borrowed]:
-    """By `Value.index`, what a value may inherit beside what its own logical axes say."""
-    return _Regions(problem, placements).found()
+class Source(NamedTuple):
+    """A dimension or factor whose mesh axes may split a dimension of an unstated value too.
+
+    Attributes:
+        column: Its column of the placements.
+        place: The dimension, or the factor, of that column.
+        dim: The dimension of the unstated value.
+    """
+
+    column: int
+    place: int
+    dim: int
+
+
+Propagated = tuple[Source, ...]
+"""What a value may inherit besides what its own logical axes say."""
+
+
+def propagated(problem: Problem, placements: Placements) -> list[Propagated]:
+    """By `Value.index`, what the partitioner may propagate to a value from elsewhere."""
+    regions = _Regions(problem, placements)
+    for eqn in problem.program.eqns:
+        regions.add(eqn)
+    return regions.propagated()
 
 
 class _Regions:
-    """Open dimensions that the partitioner splits alike, and what is stated at their borders."""
+    """Dimensions of unstated values that the partitioner splits alike, and their boundaries.
+
+    A node is a dimension of a value, numbered through all values.
+    """
 
     def __init__(self, problem: Problem, placements: Placements) -> None:
-        self._problem = problem
         self._placements = placements
-        program = problem.program
-        self._first = np.concatenate(
-            [[0], np.cumsum([len(v.shape) for v in program.values])]
-        ).astype(np.int64)
-        self._open = self._find_open()
+        self._program = problem.program
+        self._classes = problem.logical_axes.classes
+        self._unstated = _unstated(problem)
+        ranks = [len(v.shape) for v in problem.program.values]
+        self._first_node = np.concatenate([[0], np.cumsum(ranks)]).astype(np.int64)
+        self._edges: list[tuple[int, int]] = []
+        # (node, (column, dimension or factor)): what is stated next to a node
+        self._boundary: list[tuple[int, tuple[int, int]]] = []
 
-    def _find_open(self) -> list[bool]:
-        program, constant = self._problem.program, self._problem.logical_axes.classes.constant
-        is_open = [not gone for gone in constant]
-        for value in (*program.body.inputs, *program.body.outputs):
-            is_open[value.index] = False
-        for eqn in program.eqns:
-            stated = eqn.outputs if eqn.primitive in STATED else ()
-            for value in (*stated, *(v for pair in eqn.carries for v in pair)):
-                is_open[value.index] = False
-            for mapping in eqn.mappings:
-                if mapping.kind is MappingKind.CARRY:
-                    is_open[mapping.outer.index] = False
-        return is_open
+    def add(self, eqn: Eqn) -> None:
+        """Joins the dimensions that an equation, or its mappings to bodies, split alike."""
+        for mapping in eqn.mappings:
+            for dim in range(len(mapping.inner.shape)):
+                self._join([(mapping.outer, dim + mapping.offset), (mapping.inner, dim)])
+        if eqn.bodies:
+            return
+        for factor, dims in self._propagated_factors(eqn):
+            if eqn.primitive in STATED:
+                stated = (self._placements.factor_column(eqn), factor)
+                unstated = [self._node(v, dim) for v, dim in dims if self._unstated[v.index]]
+                self._boundary += [(node, stated) for node in unstated]
+            else:
+                self._join(dims)
 
-    def found(self) -> list[Borrowed]:
-        program = self._problem.program
-        edges: list[tuple[int, int]] = []
-        borders: list[tuple[int, tuple[int, int]]] = []  # (node, (column, dimension or loop))
-        for eqn in program.eqns:
-            for mapping in eqn.mappings:
-                for dim in range(len(mapping.inner.shape)):
-                    self._meet(
-                        [(mapping.outer, dim + mapping.offset), (mapping.inner, dim)],
-                        edges,
-                        borders,
-                    )
-            if eqn.bodies:
-                continue
-            column = self._placements.factor_column(eqn) if eqn.primitive in STATED else None
-            for factor, members in self._members(eqn):
-                if column is None:
-                    self._meet(members, edges, borders)
-                else:
-                    borders += [
-                        (self._node(v, d), (column, factor))
-                        for v, d in members
-                        if self._open[v.index]
-                    ]
-        count = int(self._first[-1])
-        ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
-        graph = coo_array(
-            (np.ones(len(ends), dtype=np.int8), (ends[:, 0], ends[:, 1])), shape=(count, count)
-        )
-        region = (
-            connected_components(graph, directed=False)[1] if count else np.zeros(0, dtype=np.int64)
-        )
-        stated: dict[int, dict[tuple[int, int], None]] = {}
-        for node, border in borders:
-            stated.setdefault(int(region[node]), {})[border] = None
-        lent: dict[tuple[int, int, int], Borrowed] = {}
+    def propagated(self) -> list[Propagated]:
+        """By `Value.index`, what reaches each unstated value from the boundaries of its regions."""
+        region = self._region_of_node()
+        boundaries: dict[int, dict[tuple[int, int], None]] = {}
+        for node, stated in self._boundary:
+            boundaries.setdefault(int(region[node]), {})[stated] = None
+        # By column, dimension and region: values of one column share what they inherit.
+        shared: dict[tuple[int, int, int], Propagated] = {}
+        by_value: list[Propagated] = []
+        for value in self._program.values:
+            sources: list[Source] = []
+            for dim in range(len(value.shape)) if self._unstated[value.index] else ():
+                column = self._placements.value_column(value)
+                key = (column, dim, int(region[self._node(value, dim)]))
+                if key not in shared:
+                    shared[key] = self._sources(column, dim, boundaries.get(key[-1], ()))
+                sources += shared[key]
+            by_value.append(tuple(sorted(sources)))
+        return by_value
 
-        def of(value: Value) -> Borrowed:
-            own = self._placements.value_column(value)
-            taken: list[tuple[int, int, int]] = []
-            for dim in range(len(value.shape)):
-                key = (own, dim, int(region[self._node(value, dim)]))
-                if key not in lent:
-                    lent[key] = self._lent(own, dim, stated.get(key[-1], {}))
-                taken += lent[key]
-            return tuple(sorted(taken))
+    def _region_of_node(self) -> NDArray[np.int32]:
+        """[nodes] the region of each: connected components of the edges."""
+        count = int(self._first_node[-1])
+        if not count:
+            return np.zeros(0, dtype=np.int32)
+        ends = np.array(self._edges, dtype=np.int64).reshape(-1, 2)
+        ones = np.ones(len(ends), dtype=np.int8)
+        graph = coo_array((ones, (ends[:, 0], ends[:, 1])), shape=(count, count))
+        _, region = connected_components(graph, directed=False)
+        return np.asarray(region)
 
-        return [of(value) if self._open[value.index] else () for value in program.values]
-
-    def _members(self, eqn: Eqn) -> Iterator[tuple[int, list[tuple[Value, int]]]]:
-        """(loop, dimensions of operands and results that run over it), where a split is carried
-        on.
-        """
-        rule = self._problem.logical_axes.classes.rules[eqn.index]
-        places: list[list[tuple[Value, int]]] = [[] for _ in rule.kinds]
+    def _propagated_factors(self, eqn: Eqn) -> Iterator[tuple[int, list[Dim]]]:
+        """Each factor along which a split is carried on, with the dimensions that run over it."""
+        rule = self._classes.rules[eqn.index]
+        dims: list[list[Dim]] = [[] for _ in rule.kinds]
         for value, factors in rule.places(eqn):
             for dim, factor in enumerate(factors):
                 if value.shape[dim] > 1:
-                    places[factor].append((value, dim))
+                    dims[factor].append((value, dim))
         for factor, kind in enumerate(rule.kinds):
-            if kind in _CARRIES_ON or (eqn.primitive in STATED and kind is FactorKind.REDUCTION):
-                yield factor, places[factor]
+            # An anchor states the split of what it sums over as well: it is a boundary.
+            summed = kind is FactorKind.REDUCTION and eqn.primitive in STATED
+            if summed or kind in _PROPAGATED:
+                yield factor, dims[factor]
 
-    def _meet(
-        self,
-        members: list[tuple[Value, int]],
-        edges: list[tuple[int, int]],
-        borders: list[tuple[int, tuple[int, int]]],
-    ) -> None:
-        """Dimensions of one loop: open ones are split alike, stated ones are their border."""
-        free = [(v, d) for v, d in members if self._open[v.index] and v.shape[d] > 1]
-        if not free:
-            return
-        node = self._node(*free[0])
-        edges += [(node, self._node(v, d)) for v, d in free[1:]]
-        constant = self._problem.logical_axes.classes.constant
-        for value, dim in members:
-            if not self._open[value.index] and not constant[value.index]:
-                borders.append((node, (self._placements.value_column(value), dim)))
+    def _join(self, dims: Sequence[Dim]) -> None:
+        """Dimensions of one factor: unstated ones are split alike, stated ones bound them."""
+        unstated, stated = [], []
+        for value, dim in dims:
+            if self._unstated[value.index]:
+                if value.shape[dim] > 1:
+                    unstated.append(self._node(value, dim))
+            elif not self._classes.constant[value.index]:
+                stated.append((self._placements.value_column(value), dim))
+        if unstated:
+            self._edges += [(unstated[0], node) for node in unstated[1:]]
+            self._boundary += [(unstated[0], place) for place in stated]
 
     def _node(self, value: Value, dim: int) -> int:
-        return int(self._first[value.index]) + dim
+        return int(self._first_node[value.index]) + dim
 
-    def _lent(self, own: int, dim: int, border: Iterable[tuple[int, int]]) -> Borrowed:
-        """What a dimension of a column may inherit from the border of its region."""
-        alike = self._placements.alike
+    def _sources(self, own: int, dim: int, boundary: Iterable[tuple[int, int]]) -> Propagated:
+        """What a dimension of a column may inherit from the boundary of its region."""
+        alike = self._placements.alike  # those say the same as the column's own logical axes
         return tuple(
-            (column, place, dim) for column, place in border if not alike(own, dim, column, place)
+            Source(column, place, dim)
+            for column, place in boundary
+            if not alike(own, dim, column, place)
         )
+
+
+def _unstated(problem: Problem) -> list[bool]:
+    """By `Value.index`, True where the layout states no spec; False for constants too."""
+    program = problem.program
+    stated = [*program.body.inputs, *program.body.outputs]
+    for eqn in program.eqns:
+        if eqn.primitive in STATED:
+            stated += eqn.outputs
+        for carry in eqn.carries:
+            stated += carry
+        for mapping in eqn.mappings:
+            if mapping.kind is MappingKind.CARRY:
+                stated.append(mapping.outer)
+    unstated = [not constant for constant in problem.logical_axes.classes.constant]
+    for value in stated:
+        unstated[value.index] = False
+    return unstated

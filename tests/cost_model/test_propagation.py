@@ -15,7 +15,7 @@ from autoshard.compiler.compile import build, compile_built
 from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.hardware.hardware import h100
 from autoshard.cost_model.predict import Predictor
-from autoshard.cost_model.program.propagation import borrowed
+from autoshard.cost_model.program.propagation import propagated
 from autoshard.layout.placements import Placements
 from tests.stages import array, layout_of, mesh_of, prepared
 
@@ -58,12 +58,12 @@ def test_nothing_is_inherited_that_the_own_logical_axes_say(mesh_4x2: Mesh) -> N
     made = prepared(
         lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), (array(64, 64), array(64, 64)), mesh_4x2
     )
-    assert not any(borrowed(made.problem, Placements(made.problem)))
+    assert not any(propagated(made.problem, Placements(made.problem)))
 
 
 def test_arguments_and_what_anchors_write_inherit_nothing(mesh_4x2: Mesh) -> None:
     made = prepared(loss_step, LOSS_ARGS, mesh_4x2)
-    lent = borrowed(made.problem, Placements(made.problem))
+    inherited = propagated(made.problem, Placements(made.problem))
     program = made.traced.program
     stated = [*program.body.inputs, *program.body.outputs]
     stated += [
@@ -72,7 +72,7 @@ def test_arguments_and_what_anchors_write_inherit_nothing(mesh_4x2: Mesh) -> Non
         if eqn.primitive in ("dot_general", "gather", "slice")
         for v in eqn.outputs
     ]
-    assert not any(lent[v.index] for v in stated)
+    assert not any(inherited[v.index] for v in stated)
 
 
 def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
@@ -90,7 +90,7 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
         step, (array(4, 64, 64), array(4, 64, 64), array(32, 64)), mesh_4x2, donate_argnums=(0, 1)
     )
     placements = Placements(made.problem)
-    program, lent = made.traced.program, borrowed(made.problem, Placements(made.problem))
+    program, inherited = made.traced.program, propagated(made.problem, Placements(made.problem))
     gradients = [
         v
         for eqn in program.eqns
@@ -99,7 +99,7 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
         if v.shape == (4, 64, 64)
     ]
     moments_column = placements.value_column(program.body.inputs[1])
-    assert [(moments_column, dim, dim) for dim in range(3)] == list(lent[gradients[-1].index])
+    assert [(moments_column, dim, dim) for dim in range(3)] == list(inherited[gradients[-1].index])
 
 
 def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
