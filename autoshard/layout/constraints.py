@@ -1,17 +1,17 @@
-"""Stage 8: which constraints a layout puts inside the function, as data: the work, then the store.
+"""Which constraints a layout puts inside the function, as data.
 
 At each anchor (contraction, convolution, gather, scatter) both operands and the raw result are
-stated as the work is split, then the result in its own spec where the two differ; loop carries are
-stated in their own spec. One constraint on the result alone would leave XLA to choose other work.
-Where a rule's mesh axis does not divide, the dimension is left UNCONSTRAINED, never pinned
-replicated. A kernel that the partitioner cannot split is put into a `shard_map` over its pieces,
-where the layout splits its work.
+stated as the factors of the equation are sharded, then the result in its own spec where the two
+differ; loop carries are stated in their own spec. One constraint on the result alone would leave
+XLA to shard the computation otherwise. Where a rule's mesh axis does not divide, the dimension is
+left UNCONSTRAINED, never pinned replicated. A kernel that the partitioner cannot split is put into
+a `shard_map`, where the layout shards one of its factors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -20,15 +20,19 @@ from autoshard.axes.kernels import params_of_shard
 from autoshard.axes.logical_axes import LogicalAxes
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, attention
 from autoshard.layout.layout import Layout
-from autoshard.layout.spec import to_partition_spec
+from autoshard.layout.problem import Fit
+from autoshard.layout.spec import Spec, to_partition_spec
 from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints, ShardMapCall
 from autoshard.tracing.source_lines import source_line
 
-_FREE_WHOLE = ANCHORS - {"conv_general_dilated"}
-"""Anchors whose NEED_REPLICATION loops are left to the partitioner, which looks up rows of a split table
-without gathering it.
+Factors = tuple[int, ...]
+"""The factor of each dimension of an operand or result."""
+
+_LEAVE_REPLICATED_OPEN = ANCHORS - {"conv_general_dilated", *attention.RULES}
+"""Anchors whose NEED_REPLICATION factors are left to the partitioner, which looks up rows of a
+split table without gathering it.
 
 A convolution states them: where the space of a kernel gradient stays split, XLA's partitioner adds
 up all devices, copies included (jax 0.10.2 and 0.12.0.1, split over 4 of 4x2 devices: exactly twice
@@ -40,194 +44,256 @@ def constraints_for(layout: Layout) -> Constraints:
     """The constraints of a layout; none at all where it is for arguments only."""
     if not layout.inside:
         return Constraints({})
-    program = layout.problem.program
-    eqns = {e.index: _anchor(layout, e) for e in program.eqns if e.primitive in ANCHORS}
-    eqns |= {
-        e.index: _anchor(layout, e)
-        for e in program.eqns
-        if e.primitive in SHIFTS and _shifts_split(layout, e)
-    }
-    eqns |= {e.index: _kernel(layout, e) for e in program.eqns if e.primitive in CUT_KERNELS}
-    outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = {}
-    for eqn in program.eqns:
-        carried = {out.index for _, out in eqn.carries}
-        for number, body in enumerate(eqn.bodies):
-            stated = {
-                i: _stored(layout, out)
-                for i, out in enumerate(body.outputs)
-                if _is_carry(layout, out, carried)
-            }
-            if stated and body.name != "cond_jaxpr":
-                outputs[eqn.index, number] = stated
-    return Constraints({i: c for i, c in eqns.items() if c is not None}, outputs)
+    constrained: tuple[tuple[frozenset[str], _ConstrainEqn], ...] = (
+        (ANCHORS, _anchor),
+        (SHIFTS, _shift),
+        (CUT_KERNELS, _kernel),
+    )
+    eqns: dict[int, EqnConstraints] = {}
+    for primitives, constrain in constrained:
+        for eqn in layout.problem.program.eqns:
+            stated = constrain(layout, eqn) if eqn.primitive in primitives else None
+            if stated is not None:
+                eqns[eqn.index] = stated
+    return Constraints(eqns, _carries(layout))
+
+
+_ConstrainEqn = Callable[[Layout, Eqn], EqnConstraints | None]
 
 
 def unstated_logical_axes(logical_axes: LogicalAxes) -> frozenset[int]:
-    """Logical axes that no argument, output, anchor or loop carry has: a rule on one of them says nothing
-    to the compiler.
+    """Logical axes of which a rule says nothing to the compiler.
+
+    No argument, output, anchor or loop carry has them.
     """
     program = logical_axes.classes.program
-    stated = {
-        logical_axis
-        for v in (*program.body.inputs, *program.body.outputs)
-        for logical_axis in logical_axes.of_value[v.index]
-    }
+    values = [*program.body.inputs, *program.body.outputs]
+    stated: set[int] = set()
     for eqn in program.eqns:
+        values += [carried for _, carried in eqn.carries]
         if eqn.primitive in ANCHORS | CUT_KERNELS:
-            stated |= {logical_axis for logical_axis, _ in logical_axes.factors(eqn)}
-            stated |= {
-                logical_axis for v in eqn.outputs for logical_axis in logical_axes.of_value[v.index]
-            }
-        stated |= {
-            logical_axis
-            for _, out in eqn.carries
-            for logical_axis in logical_axes.of_value[out.index]
-        }
+            values += eqn.outputs
+            stated.update(logical_axis for logical_axis, _ in logical_axes.factors(eqn))
+    for value in values:
+        stated.update(logical_axes.of_value[value.index])
     return frozenset(logical_axis.index for logical_axis in logical_axes.axes) - stated
-
-
-def _is_carry(layout: Layout, value: Value, carried: set[int]) -> bool:
-    return value.index in carried and bool(value.shape) and not value.literal and value.itemsize > 0
-
-
-def _stored(layout: Layout, value: Value) -> PartitionSpec:
-    fit = layout.fit(value)
-    return to_partition_spec(fit.spec, fit.open_dims)
-
-
-def _unstated(primitive: str) -> tuple[FactorKind, ...]:
-    return (
-        (FactorKind.NEED_REPLICATION,)
-        if primitive in _FREE_WHOLE and primitive not in attention.RULES
-        else ()
-    )
 
 
 def leaves_open(primitive: str, rule: ShardingRule, factors: Sequence[int]) -> bool:
     """Whether an anchor leaves a dimension of an operand to the partitioner whatever the layout."""
-    return any(rule.kinds[factor] in _unstated(primitive) for factor in factors)
+    return primitive in _LEAVE_REPLICATED_OPEN and any(
+        rule.kinds[factor] is FactorKind.NEED_REPLICATION for factor in factors
+    )
 
 
 def closed_dims(primitive: str, rule: ShardingRule, factors: Sequence[int]) -> frozenset[int]:
     """Dimensions of an operand that an anchor shifts: they are never open.
 
-    Where the work splits one otherwise than the store, the operand is stated as stored first. Else
-    what makes it would be split as the work is, back to the last anchor.
+    Where the factor sharding splits one otherwise than the operand's own spec, the operand is
+    stated in its own spec before the reshard. Else the equation that computes it would take the
+    sharding of this one, and so on back to the last anchor.
     """
     if primitive not in SHIFTS and primitive != "conv_general_dilated":
         return frozenset()
-    return frozenset(
-        d
-        for d, factor in enumerate(factors)
-        if rule.kinds[factor] in (FactorKind.PERMUTATION, FactorKind.NEED_REPLICATION)
-    )
+    shifted = (FactorKind.PERMUTATION, FactorKind.NEED_REPLICATION)
+    return frozenset(dim for dim, factor in enumerate(factors) if rule.kinds[factor] in shifted)
 
 
-def _shifts_split(layout: Layout, eqn: Eqn) -> bool:
-    """Whether the layout splits a PERMUTATION loop, or the dimension of an operand or result over
-    which one runs.
+# Anchors ------------------------------------------------------------------------------------------
+
+
+class _Sharded:
+    """An equation as a layout shards its factors.
+
+    Attributes:
+        eqn: The equation.
+        rule: Its sharding rule.
+        factors: The mesh axes of each factor, and the open ones.
     """
-    axes = layout.problem.logical_axes.classes
-    rule = axes.rules[eqn.index]
-    if FactorKind.PERMUTATION not in rule.kinds or axes.constant[eqn.outputs[0].index]:
-        return False
-    shifted = {i for i, kind in enumerate(rule.kinds) if kind is FactorKind.PERMUTATION}
-    if any(layout.factor_sharding(eqn).spec[i] for i in shifted):
-        return True
-    return any(
-        layout.fit(value).spec[dim]
-        for value, factors in rule.places(eqn)
-        for dim, factor in enumerate(factors)
-        if factor in shifted
-    )
+
+    def __init__(self, layout: Layout, eqn: Eqn) -> None:
+        self.eqn = eqn
+        self.rule = layout.problem.logical_axes.classes.rules[eqn.index]
+        self.factors = layout.factor_sharding(eqn)
+
+    def spec(self, factors: Factors) -> PartitionSpec:
+        """The spec of an operand or raw result, as the factors are split."""
+        open_dims: set[int] = set()
+        # Attention of cuDNN refuses operands that are split otherwise than its rule says.
+        if self.eqn.primitive not in attention.RULES:
+            open_dims = self._open_dims(factors)
+        return to_partition_spec(self._axes_of_dims(factors), open_dims)
+
+    def closed_specs(self, factors_of: Sequence[Factors]) -> tuple[PartitionSpec, ...]:
+        """The specs of all operands or results, without open dimensions."""
+        return tuple(to_partition_spec(self._axes_of_dims(factors)) for factors in factors_of)
+
+    def reshards_closed(self, own: Fit, factors: Factors) -> bool:
+        """Whether an operand is split otherwise in its own spec, in a dimension that is shifted."""
+        closed = closed_dims(self.eqn.primitive, self.rule, factors)
+        return any(own.spec[dim] != self.factors.spec[factors[dim]] for dim in closed)
+
+    def _axes_of_dims(self, factors: Factors) -> Spec:
+        return tuple(self.factors.spec[factor] for factor in factors)
+
+    def _open_dims(self, factors: Factors) -> set[int]:
+        primitive, rule = self.eqn.primitive, self.rule
+        closed = closed_dims(primitive, rule, factors)
+        open_dims = set()
+        for dim, factor in enumerate(factors):
+            misfit = factor in self.factors.open_dims and dim not in closed
+            if misfit or leaves_open(primitive, rule, (factor,)):
+                open_dims.add(dim)
+        return open_dims
 
 
 def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
-    rule = layout.problem.logical_axes.classes.rules[eqn.index]
-    work = layout.factor_sharding(eqn)
-    exact = eqn.primitive in attention.RULES  # it refuses operands that are split otherwise
-    unstated = _unstated(eqn.primitive)
+    sharded = _Sharded(layout, eqn)
+    operands: dict[int, PartitionSpec] = {}
+    before_reshard: dict[int, PartitionSpec] = {}
+    for i, (value, factors) in enumerate(zip(eqn.inputs, sharded.rule.operands, strict=True)):
+        if not value.shape or value.literal or not value.bytes:
+            continue
+        operands[i] = sharded.spec(factors)
+        own = layout.fit(value)
+        if sharded.reshards_closed(own, factors):
+            before_reshard[i] = to_partition_spec(own.spec, own.open_dims)
 
-    def as_work(value: Value, factors: tuple[int, ...]) -> PartitionSpec:
-        spec = tuple(work.spec[i] for i in factors)
-        free = {
-            d
-            for d, i in enumerate(factors)
-            if rule.kinds[i] in unstated or (i in work.open_dims and d not in closed(factors))
-        }
-        return to_partition_spec(spec, () if exact else free)
+    results = _results(layout, sharded)
+    if not operands and not results:
+        return None
+    return EqnConstraints(operands, results, before_reshard=before_reshard)
 
-    def closed(factors: tuple[int, ...]) -> frozenset[int]:
-        return closed_dims(eqn.primitive, rule, factors)
 
-    operands = {
-        i: as_work(value, factors)
-        for i, (value, factors) in enumerate(zip(eqn.inputs, rule.operands, strict=True))
-        if value.shape and not value.literal and value.bytes
-    }
-    kept = {}
-    for i in operands:
-        fit, factors = layout.fit(eqn.inputs[i]), rule.operands[i]
-        if any(fit.spec[d] != work.spec[factors[d]] for d in closed(factors)):
-            kept[i] = to_partition_spec(fit.spec, fit.open_dims)
-    results = {}
-    for i, (value, factors) in enumerate(zip(eqn.outputs, rule.results, strict=True)):
+def _results(layout: Layout, sharded: _Sharded) -> dict[int, tuple[PartitionSpec, ...]]:
+    """The specs of each result: as it is computed, then its own where that is another."""
+    results: dict[int, tuple[PartitionSpec, ...]] = {}
+    for i, (value, factors) in enumerate(
+        zip(sharded.eqn.outputs, sharded.rule.results, strict=True)
+    ):
         if value.shape:
-            raw, stored = as_work(value, factors), _stored(layout, value)
-            results[i] = (raw,) if raw == stored else (raw, stored)
-    return EqnConstraints(operands, results, before_reshard=kept) if operands or results else None
+            raw, own_spec = sharded.spec(factors), _own_spec(layout, value)
+            results[i] = (raw,) if raw == own_spec else (raw, own_spec)
+    return results
+
+
+def _shift(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
+    """A slice, pad, concatenation or window: an anchor where the layout splits what it shifts."""
+    return _anchor(layout, eqn) if _splits_what_it_shifts(layout, eqn) else None
+
+
+def _splits_what_it_shifts(layout: Layout, eqn: Eqn) -> bool:
+    """Whether a PERMUTATION factor is split, or a dimension of an operand or result over it."""
+    classes = layout.problem.logical_axes.classes
+    rule = classes.rules[eqn.index]
+    shifted = _factors_of(rule, FactorKind.PERMUTATION)
+    if not shifted or classes.constant[eqn.outputs[0].index]:
+        return False
+    factor_spec = layout.factor_sharding(eqn).spec
+    if any(factor_spec[factor] for factor in shifted):
+        return True
+    for value, factors in rule.places(eqn):
+        own_spec = layout.fit(value).spec
+        if any(own_spec[dim] for dim, factor in enumerate(factors) if factor in shifted):
+            return True
+    return False
+
+
+def _factors_of(rule: ShardingRule, kind: FactorKind) -> set[int]:
+    return {factor for factor, kind_of_it in enumerate(rule.kinds) if kind_of_it is kind}
+
+
+def _own_spec(layout: Layout, value: Value) -> PartitionSpec:
+    fit = layout.fit(value)
+    return to_partition_spec(fit.spec, fit.open_dims)
+
+
+# Kernels ------------------------------------------------------------------------------------------
 
 
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
-    """A kernel by pieces; None where its work is whole."""
-    rule, work = layout.problem.logical_axes.classes.rules[eqn.index], layout.factor_sharding(eqn)
-    mesh_axes = layout.problem.mesh_axes
-    cut = {
-        factor: math.prod(mesh_axes[axis] for axis in axes)
-        for factor, axes in enumerate(work.spec)
-        if axes
-    }
-    if not cut or (
-        rule.combine != "add" and any(rule.kinds[factor] is FactorKind.REDUCTION for factor in cut)
-    ):
+    """A kernel in a shard_map; None where every device runs all of it."""
+    sharded = _Sharded(layout, eqn)
+    rule, factor_spec = sharded.rule, sharded.factors.spec
+    shards = _shards_of_factors(factor_spec, layout.problem.mesh_axes)
+    summed = sorted(_factors_of(rule, FactorKind.REDUCTION) & shards.keys())
+    # The results of the devices are added up by a psum; other reductions are not written.
+    if not shards or (summed and rule.combine != "add"):
         return None
 
-    def specs(maps: Sequence[tuple[int, ...]]) -> tuple[PartitionSpec, ...]:
-        return tuple(to_partition_spec(tuple(work.spec[i] for i in factors)) for factors in maps)
-
-    def shapes(values: Sequence[Value], maps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        return [
-            tuple(size // cut.get(i, 1) for size, i in zip(v.shape, factors, strict=True))
-            for v, factors in zip(values, maps, strict=True)
-        ]
-
-    operands, results = shapes(eqn.inputs, rule.operands), shapes(eqn.outputs, rule.results)
-    pieces = ShardMapCall(
-        specs(rule.operands),
-        specs(rule.results),
-        params_of_shard(eqn, cut, operands, results),
-        tuple(
-            axis
-            for factor in cut
-            if rule.kinds[factor] is FactorKind.REDUCTION
-            for axis in work.spec[factor]
-        ),
+    operand_shapes = _shard_shapes(eqn.inputs, rule.operands, shards)
+    result_shapes = _shard_shapes(eqn.outputs, rule.results, shards)
+    call = ShardMapCall(
+        operands=sharded.closed_specs(rule.operands),
+        results=sharded.closed_specs(rule.results),
+        params=params_of_shard(eqn, shards, operand_shapes, result_shapes),
+        summed=tuple(axis for factor in summed for axis in factor_spec[factor]),
     )
-    stored = {i: (_stored(layout, value),) for i, value in enumerate(eqn.outputs) if value.shape}
-    return EqnConstraints(
-        {}, {i: s for i, s in stored.items() if s[0] != pieces.results[i]}, pieces
-    )
+    results: dict[int, tuple[PartitionSpec, ...]] = {}
+    for i, value in enumerate(eqn.outputs):
+        own_spec = _own_spec(layout, value)
+        if value.shape and own_spec != call.results[i]:
+            results[i] = (own_spec,)
+    return EqnConstraints({}, results, call)
+
+
+def _shards_of_factors(factor_spec: Spec, mesh_axes: Mapping[str, int]) -> dict[int, int]:
+    """By factor that is split, its shard count."""
+    return {
+        factor: math.prod(mesh_axes[axis] for axis in axes)
+        for factor, axes in enumerate(factor_spec)
+        if axes
+    }
+
+
+def _shard_shapes(
+    values: Sequence[Value], factors_of: Sequence[Factors], shards: Mapping[int, int]
+) -> list[tuple[int, ...]]:
+    """The shape of the shard of each value."""
+    shapes = []
+    for value, factors in zip(values, factors_of, strict=True):
+        sizes = zip(value.shape, factors, strict=True)
+        shapes.append(tuple(size // shards.get(factor, 1) for size, factor in sizes))
+    return shapes
+
+
+# Loops --------------------------------------------------------------------------------------------
+
+
+def _carries(layout: Layout) -> dict[tuple[int, int], dict[int, PartitionSpec]]:
+    """By (`Eqn.index`, number of the body), the spec of each output that is carried."""
+    outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = {}
+    for eqn in layout.problem.program.eqns:
+        carried = {value.index for _, value in eqn.carries}
+        for number, body in enumerate(eqn.bodies):
+            stated = {
+                position: _own_spec(layout, value)
+                for position, value in enumerate(body.outputs)
+                if value.index in carried and _has_elements(value)
+            }
+            if stated:
+                outputs[eqn.index, number] = stated
+    return outputs
+
+
+def _has_elements(value: Value) -> bool:
+    # Tokens and float0 have items of no bytes, and jax no constraint for them.
+    return bool(value.shape) and not value.literal and value.itemsize > 0
+
+
+# For users ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedConstraint:
-    """One constraint as people read it.
+    """One constraint, at its place in the program.
 
     Attributes:
         source: `file.py:line` of the model.
         primitive: The anchor.
-        place: `operand 0 as stored`, `operand 0`, `result 0 as computed`, `result 0 as stored`,
-            `carry 1`, `operand 0 of the shard_map`.
+        place: `operand 0 as stored` (in its own spec, before the reshard), `operand 0`,
+            `result 0 as computed`, `result 0 as stored` (in its own spec), `carry 1`,
+            `operand 0 of the shard_map`. Spec tables have these texts.
         shape: Shape of the value.
         spec: What is stated.
     """
@@ -241,48 +307,34 @@ class PlacedConstraint:
 
 def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, ...]:
     """The constraints with source lines, in program order."""
-    found: list[PlacedConstraint] = []
+    return tuple(_placed_in(layout.problem.program.body, constraints))
 
-    def visit(body: Body) -> None:
-        for eqn in body.eqns:
-            for number, inner in enumerate(eqn.bodies):
-                visit(inner)
-                for i, spec in constraints.outputs.get((eqn.index, number), {}).items():
-                    shape = inner.outputs[i].shape
-                    found.append(
-                        PlacedConstraint(source_line(eqn), eqn.primitive, f"carry {i}", shape, spec)
-                    )
-            wanted = constraints.eqns.get(eqn.index)
-            if wanted is not None:
-                line = source_line(eqn)
-                if wanted.shard_map is not None:
-                    for side, values, cut in (
-                        ("operand", eqn.inputs, wanted.shard_map.operands),
-                        ("result", eqn.outputs, wanted.shard_map.results),
-                    ):
-                        for i, (value, spec) in enumerate(zip(values, cut, strict=True)):
-                            place = f"{side} {i} of the shard_map"
-                            found.append(
-                                PlacedConstraint(line, eqn.primitive, place, value.shape, spec)
-                            )
-                for i, spec in wanted.before_reshard.items():
-                    found.append(
-                        PlacedConstraint(
-                            line, eqn.primitive, f"operand {i} as stored", eqn.inputs[i].shape, spec
-                        )
-                    )
-                for i, spec in wanted.operands.items():
-                    found.append(
-                        PlacedConstraint(
-                            line, eqn.primitive, f"operand {i}", eqn.inputs[i].shape, spec
-                        )
-                    )
-                for i, specs in wanted.results.items():
-                    for how, spec in zip(("computed", "stored"), specs, strict=False):
-                        place = f"result {i} as {how}"
-                        found.append(
-                            PlacedConstraint(line, eqn.primitive, place, eqn.outputs[i].shape, spec)
-                        )
 
-    visit(layout.problem.program.body)
-    return tuple(found)
+def _placed_in(body: Body, constraints: Constraints) -> Iterator[PlacedConstraint]:
+    for eqn in body.eqns:
+        line = source_line(eqn)
+        for number, inner in enumerate(eqn.bodies):
+            yield from _placed_in(inner, constraints)
+            for i, spec in constraints.outputs.get((eqn.index, number), {}).items():
+                shape = inner.outputs[i].shape
+                yield PlacedConstraint(line, eqn.primitive, f"carry {i}", shape, spec)
+        stated = constraints.eqns.get(eqn.index)
+        if stated is not None:
+            for place, value, spec in _stated_places(eqn, stated):
+                yield PlacedConstraint(line, eqn.primitive, place, value.shape, spec)
+
+
+def _stated_places(eqn: Eqn, stated: EqnConstraints) -> Iterator[tuple[str, Value, PartitionSpec]]:
+    """(place, value, spec) of each constraint around one equation, in the order they are put in."""
+    if stated.shard_map is not None:
+        for i, spec in enumerate(stated.shard_map.operands):
+            yield f"operand {i} of the shard_map", eqn.inputs[i], spec
+        for i, spec in enumerate(stated.shard_map.results):
+            yield f"result {i} of the shard_map", eqn.outputs[i], spec
+    for i, spec in stated.before_reshard.items():
+        yield f"operand {i} as stored", eqn.inputs[i], spec
+    for i, spec in stated.operands.items():
+        yield f"operand {i}", eqn.inputs[i], spec
+    for i, specs in stated.results.items():
+        for how, spec in zip(("computed", "stored"), specs, strict=False):
+            yield f"result {i} as {how}", eqn.outputs[i], spec

@@ -1,5 +1,4 @@
-"""Pins: what the user fixes, for argument leaves by path or pattern, and for values constrained in
-the code.
+"""Pins: what the user fixes of argument leaves, by path or pattern, and constrains in the code.
 
 A `PartitionSpec` fixes a leaf's spec (`P()`: never shard it); an `Only` says over which mesh axes
 its dimensions may be split, and leaves the rest to the search.
@@ -11,6 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from autoshard.errors import PathError, SpecError
 from autoshard.jax_internals.constraint_eqns import user_spec
 from autoshard.layout.problem import Problem
-from autoshard.layout.spec import Disallowed, Spec
+from autoshard.layout.spec import Disallowed, Spec, trimmed
 from autoshard.tracing.program import Program, Value
 
 
@@ -54,22 +54,17 @@ class Only:
         Raises:
             SpecError: If it names an unknown mesh axis, or has too many entries.
         """
-        what = f"{path} is {value.dtype}{list(value.shape)}"
-        if len(self.entries) > len(value.shape):
-            raise SpecError(
-                f"{what}, but {self} has {len(self.entries)} entries for {len(value.shape)} "
-                f"dimensions. "
-                f"Use at most {len(value.shape)} entries."
-            )
-        result: list[tuple[str, ...]] = [()] * len(value.shape)
+        subject = _subject(self, value, path)
+        _check_rank(len(self.entries), value, subject)
+        disallowed: list[tuple[str, ...]] = [()] * len(value.shape)
         for dim, entry in enumerate(self.entries):
             if entry is PartitionSpec.UNCONSTRAINED:
                 continue
-            allowed = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            allowed = _axes_of(entry)
             for axis in allowed:
-                _check_axis(axis, mesh_axes, f"{what}, but {self}")
-            result[dim] = tuple(sorted(set(mesh_axes) - set(allowed)))
-        return tuple(result)
+                _check_axis(axis, mesh_axes, subject)
+            disallowed[dim] = tuple(sorted(set(mesh_axes) - set(allowed)))
+        return tuple(disallowed)
 
 
 PinMap = Mapping[str | re.Pattern[str], PartitionSpec | Only]
@@ -87,66 +82,72 @@ class HasSpecs(Protocol):
 def canonical_spec(
     spec: PartitionSpec, value: Value, mesh_axes: Mapping[str, int], path: str
 ) -> Spec:
-    """The canonical spec of a value: full rank, mesh axes with one device dropped, UNCONSTRAINED as
-    not split.
+    """The canonical spec of a value.
+
+    It has full rank; mesh axes with one device are dropped, UNCONSTRAINED is not split.
 
     Raises:
         SpecError: If it names an unknown mesh axis, one twice, too many dimensions, or does not
             divide a dimension.
     """
-    what = f"{path} is {value.dtype}{list(value.shape)}"
-    if len(spec) > len(value.shape):
-        raise SpecError(
-            f"{what}, but {spec} has {len(spec)} entries for {len(value.shape)} dimensions. "
-            f"Use at most {len(value.shape)} entries."
-        )
-    result: list[tuple[str, ...]] = []
+    subject = _subject(spec, value, path)
+    _check_rank(len(spec), value, subject)
+    canonical: list[tuple[str, ...]] = [()] * len(value.shape)
     used: set[str] = set()
     for dim, entry in enumerate(spec):
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            result.append(())
-            continue
-        axes = (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = () if entry is PartitionSpec.UNCONSTRAINED else _axes_of(entry)
         for axis in axes:
-            _check_axis(axis, mesh_axes, f"{what}, but {spec}")
+            _check_axis(axis, mesh_axes, subject)
             if axis in used:
                 raise SpecError(
-                    f"{what}, but {spec} uses mesh axis {axis!r} twice. Use each mesh axis once."
+                    f"{subject} uses mesh axis {axis!r} twice. Use each mesh axis once."
                 )
             used.add(axis)
-        pieces = math.prod(mesh_axes[a] for a in axes)
-        size = value.shape[dim]
-        if size % pieces:
-            over = (
-                f"mesh axis {axes[0]!r} (size {pieces})"
-                if len(axes) == 1
-                else f"mesh axes {axes} (size {pieces})"
-            )
-            padded = -(-size // pieces) * pieces
-            entries = list(spec)
-            entries[dim] = None
-            raise SpecError(
-                f"{what}, but {spec} splits dimension {dim} (size {size}) over {over}, which does "
-                f"not divide it.\n"
-                f"Pad dimension {dim} to {padded}, or use {_trim(entries)}."
-            )
-        result.append(tuple(a for a in axes if mesh_axes[a] > 1))
-    return tuple(result + [()] * (len(value.shape) - len(result)))
+        shards = math.prod(mesh_axes[axis] for axis in axes)
+        if value.shape[dim] % shards:
+            raise SpecError(f"{subject} {_uneven(spec, dim, value.shape[dim], axes, shards)}")
+        canonical[dim] = tuple(axis for axis in axes if mesh_axes[axis] > 1)
+    return tuple(canonical)
 
 
-def _check_axis(axis: object, mesh_axes: Mapping[str, int], said: str) -> None:
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _subject(pin: object, value: Value, path: str) -> str:
+    """How a message about a pin begins."""
+    return f"{path} is {value.dtype}{list(value.shape)}, but {pin}"
+
+
+def _check_rank(entries: int, value: Value, subject: str) -> None:
+    rank = len(value.shape)
+    if entries > rank:
+        raise SpecError(
+            f"{subject} has {entries} entries for {rank} dimensions. Use at most {rank} entries."
+        )
+
+
+def _check_axis(axis: object, mesh_axes: Mapping[str, int], subject: str) -> None:
     if axis not in mesh_axes:
         near = difflib.get_close_matches(str(axis), list(mesh_axes), n=1)
         raise SpecError(
-            f"{said} names mesh axis {axis!r}; the mesh has {dict(mesh_axes)}. "
+            f"{subject} names mesh axis {axis!r}; the mesh has {dict(mesh_axes)}. "
             f"Use {near[0] if near else ' or '.join(map(repr, mesh_axes))}."
         )
 
 
-def _trim(entries: list[object]) -> PartitionSpec:
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+def _uneven(spec: PartitionSpec, dim: int, size: int, axes: tuple[str, ...], shards: int) -> str:
+    """What is wrong where mesh axes do not divide a dimension, and two ways to mend it."""
+    over = f"mesh axis {axes[0]!r}" if len(axes) == 1 else f"mesh axes {axes}"
+    padded = -(-size // shards) * shards
+    without = [None if d == dim else entry for d, entry in enumerate(spec)]
+    return (
+        f"splits dimension {dim} (size {size}) over {over} (size {shards}), which does not divide "
+        f"it.\nPad dimension {dim} to {padded}, or use {trimmed(without)}."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,11 @@ class Pinned:
 
     def over(self, problem: Problem) -> Problem:
         """A problem with these pins, which come before those that it has."""
-        kept = {i: spec for i, spec in problem.pins.items() if i not in self.disallowed}
-        free = {
-            i: disallowed for i, disallowed in problem.disallowed.items() if i not in self.specs
-        }
-        return replace(problem, pins={**kept, **self.specs}, disallowed={**free, **self.disallowed})
+        pins = {i: spec for i, spec in problem.pins.items() if i not in self.disallowed}
+        disallowed = {i: axes for i, axes in problem.disallowed.items() if i not in self.specs}
+        return replace(
+            problem, pins={**pins, **self.specs}, disallowed={**disallowed, **self.disallowed}
+        )
 
 
 def resolve_pins(
@@ -186,62 +187,65 @@ def resolve_pins(
         PathError: If a path or pattern matches no leaf.
         SpecError: If a spec does not fit a leaf.
     """
-    found = Pinned({}, {})
     leaves = dict(zip(program.input_paths, program.body.inputs, strict=True))
-    ordered = sorted(pins.items(), key=lambda item: isinstance(item[0], str))
-    for where, pin in ordered:
-        if isinstance(where, str):
-            if where not in leaves:
-                near = difflib.get_close_matches(where, leaves, n=3, cutoff=0.4) or list(leaves)[:5]
-                raise PathError(
-                    f"pins names {where!r}, which is no argument leaf. Nearest: {', '.join(near)}."
-                )
-            matched = [where]
-        else:
-            matched = [path for path in leaves if where.search(path)]
-            if not matched:
-                raise PathError(
-                    f"pins has the pattern {where.pattern!r}, which matches none of the "
-                    f"{len(leaves)} argument leaves "
-                    f"(the first are {', '.join(list(leaves)[:5])})."
-                )
-        for path in matched:
-            index = leaves[path].index
+    specs: dict[int, Spec] = {}
+    disallowed: dict[int, Disallowed] = {}
+    # Patterns first: an exact path that comes later replaces what a pattern said of its leaf.
+    for where, pin in sorted(pins.items(), key=lambda item: isinstance(item[0], str)):
+        for path in _matching(where, program.input_paths):
+            leaf = leaves[path]
             if isinstance(pin, Only):
-                found.disallowed[index] = pin.disallowed(leaves[path], mesh_axes, path)
-                found.specs.pop(index, None)
+                disallowed[leaf.index] = pin.disallowed(leaf, mesh_axes, path)
+                specs.pop(leaf.index, None)
             else:
-                found.specs[index] = canonical_spec(pin, leaves[path], mesh_axes, path)
-                found.disallowed.pop(index, None)
+                specs[leaf.index] = canonical_spec(pin, leaf, mesh_axes, path)
+                disallowed.pop(leaf.index, None)
+
     for source, target in carry:
-        leaf, output = program.body.inputs[source].index, program.body.outputs[target].index
-        if leaf in found.specs:
-            found.specs[output] = found.specs[leaf]
-        if leaf in found.disallowed:
-            found.disallowed[output] = found.disallowed[leaf]
-    return found
+        leaf, output = program.body.inputs[source], program.body.outputs[target]
+        if leaf.index in specs:
+            specs[output.index] = specs[leaf.index]
+        if leaf.index in disallowed:
+            disallowed[output.index] = disallowed[leaf.index]
+    return Pinned(specs, disallowed)
+
+
+def _matching(where: str | re.Pattern[str], paths: Sequence[str]) -> Sequence[str]:
+    """The leaf paths that a key of `pins` names, at least one."""
+    if isinstance(where, str):
+        if where in paths:
+            return [where]
+        near = difflib.get_close_matches(where, paths, n=3, cutoff=0.4) or paths[:5]
+        raise PathError(
+            f"pins names {where!r}, which is no argument leaf. Nearest: {', '.join(near)}."
+        )
+    matching = [path for path in paths if where.search(path)]
+    if not matching:
+        raise PathError(
+            f"pins has the pattern {where.pattern!r}, which matches none of the {len(paths)} "
+            f"argument leaves (the first are {', '.join(paths[:5])})."
+        )
+    return matching
 
 
 def user_constraints(program: Program, mesh: jax.sharding.Mesh) -> dict[int, Spec]:
-    """Pins of the values that the function itself constrains with `with_sharding_constraint` on
-    this very mesh.
+    """Pins of the values that the function itself constrains on this very mesh.
 
-    Constraints on another mesh over the same devices stay in the program, but say nothing in the
-    words of this one.
+    Constraints on another mesh over the same devices stay in the program, but say nothing about
+    the axes of this one.
     """
     mesh_axes = {str(name): int(size) for name, size in mesh.shape.items()}
-    found: dict[int, Spec] = {}
+    specs: dict[int, Spec] = {}
     for eqn in program.eqns:
-        if eqn.primitive == "sharding_constraint":
-            spec = user_spec(eqn.origin, mesh)
-            (value,) = eqn.outputs
-            if spec is not None and PartitionSpec.UNCONSTRAINED not in tuple(spec):
-                try:
-                    found[value.index] = canonical_spec(
-                        spec, value, mesh_axes, "a constraint in the function"
-                    )
-                except (
-                    SpecError
-                ):  # an uneven constraint is the partitioner's to judge, as without autoshard
-                    continue
-    return found
+        if eqn.primitive != "sharding_constraint":
+            continue
+        spec = user_spec(eqn.origin, mesh)
+        if spec is None or PartitionSpec.UNCONSTRAINED in tuple(spec):
+            continue
+        (value,) = eqn.outputs
+        # An uneven constraint is the partitioner's to judge, as without autoshard.
+        with suppress(SpecError):
+            specs[value.index] = canonical_spec(
+                spec, value, mesh_axes, "a constraint in the function"
+            )
+    return specs

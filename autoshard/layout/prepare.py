@@ -39,7 +39,7 @@ CarryPairs = tuple[tuple[int, int], ...]
 """Pairs (input leaf, output leaf) that are the same array one step later."""
 
 LARGE_CONSTANT_BYTES = 2**20
-"""Captured constants from this size on get a note; smaller ones (masks, tables of positions) are common.
+"""Captured constants from this size on get a note; smaller ones, such as masks, are common.
 
 Chosen by hand; `tests/cases/test_case_arguments.py` pins that 1 MiB is noted and 1 KiB is not."""
 

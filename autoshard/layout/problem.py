@@ -96,11 +96,15 @@ def first_fit(
         elif dims:
             misfits.add(rule.mesh_axis)
 
-    open_dims: set[int] = set()
-    if misfits - placed:
-        # The partitioner may give the mesh axis, or a divisor of it, to any dimension without one.
-        open_dims = {dim for dim, axes in enumerate(spec) if not axes}
-    return Fit(tuple(spec), frozenset(open_dims))
+    return Fit(tuple(spec), _open_dims(spec, misfits - placed))
+
+
+def _open_dims(spec: Sequence[tuple[str, ...]], misfits: set[str]) -> frozenset[int]:
+    """Dimensions left to the partitioner, where these mesh axes divide none of their dimensions."""
+    if not misfits:
+        return frozenset()
+    # It may give the mesh axis, or a divisor of it, to any dimension that no rule split.
+    return frozenset(dim for dim, axes in enumerate(spec) if not axes)
 
 
 def _applies(rule: BoundRule, signature: Signature) -> bool:
