@@ -5,6 +5,7 @@ function; no search.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ from autoshard.table.spec_table import SpecTable
 from autoshard.tracing.carry import Carry
 from autoshard.tracing.signature import Call
 
+LayoutSource = Plan | SpecTable | str | Path | Sequence[AxisRule | str | tuple[str, str]]
+UNSEARCHED = "the rules of a plan for other shapes, applied without a search"
+
 
 def apply(
     fn: Callable[..., Any],
     example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,
-    layout: Plan | SpecTable | str | Path | Sequence[AxisRule | str | tuple[str, str]],
+    layout: LayoutSource,
     *,
     target: str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -85,51 +89,81 @@ def apply(
         RuleError: If the preset or a logical axis does not exist here; the existing ones are named.
     """
     request, call = make_request(
-        fn, example_args, mesh_on(target, mesh), example_kwargs=example_kwargs, carry=carry, pins=pins,
+        fn,
+        example_args,
+        mesh_on(target, mesh),
+        example_kwargs=example_kwargs,
         jit=JitOptions(static_argnums, static_argnames, donate_argnums, donate_argnames),
+        carry=carry,
+        pins=pins,
         user_constraints=user_constraints,
-    )  # fmt: skip
+    )
     if constraints not in ("anchors", "arguments"):
         raise ArgumentError(f"constraints={constraints!r}; use 'anchors' or 'arguments'.")
     samples = checked_samples(samples_per_step)
     prepared = prepare(request, call)
-    if isinstance(layout, Path) or (
-        isinstance(layout, str) and (layout.endswith(".json") or Path(layout).is_file())
-    ):
-        layout = SpecTable.load(layout)
-    notes = list(prepared.notes)
-    inside = constraints == "anchors"
-    reason = "apply searches and runs nothing"
-    problem = prepared.problem
-    if isinstance(layout, Plan):
-        rules, inside = layout.rules, layout.layout.inside
-    elif isinstance(layout, SpecTable):
-        derived = rebind_table(layout, prepared)
-        problem, rules, inside = derived.layout.problem, derived.layout.rules, derived.layout.inside
-        notes += derived.notes
-        said = (
-            f"table's word is stale: {derived.stale[0]}"
-            if derived.stale
-            else f"table says {layout.verified}"
-        )
-        reason = f"apply runs nothing; the {said}"
-    elif isinstance(layout, str):
-        rules = _preset_rules(layout, prepared)
-    else:
-        rules = tuple(map(_as_rule, layout))
+    known = _known_layout(layout, prepared, inside=constraints == "anchors")
     return Plan(
         user_fn=request.fn,
         options=request.options,
         traced=prepared.traced,
-        layout=Layout(problem, rules, inside),
+        layout=known.layout,
         mesh=request.mesh,
         carry=prepared.carry,
-        verified=Verification(False, reason),
-        notes=tuple(notes),
+        verified=Verification(False, known.reason),
+        notes=(*prepared.notes, *known.notes),
         compiler_options=compiler_options,
         samples_per_step=samples,
         rebind=rebinder(request),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _KnownLayout:
+    """A layout that is not searched for.
+
+    Attributes:
+        layout: It.
+        reason: Why it is not verified.
+        notes: What the user should know of it.
+    """
+
+    layout: Layout
+    reason: str = "apply searches and runs nothing"
+    notes: tuple[str, ...] = ()
+
+
+def _known_layout(source: LayoutSource, prepared: Prepared, *, inside: bool) -> _KnownLayout:
+    """The layout that a plan, a table, a preset's name or rules stand for here.
+
+    Args:
+        source: Of the layout.
+        prepared: The function that it is bound to.
+        inside: Of rules and presets: whether they are stated inside the function too.
+    """
+    problem = prepared.problem
+    if isinstance(source, Plan):
+        return _KnownLayout(Layout(problem, source.rules, source.layout.inside))
+    if isinstance(source, str | Path) and _is_table_path(source):
+        source = SpecTable.load(source)
+    if isinstance(source, SpecTable):
+        return _of_table(source, prepared)
+    if isinstance(source, str):
+        return _KnownLayout(Layout(problem, _preset_rules(source, prepared), inside))
+    assert not isinstance(source, Path)  # it was loaded
+    return _KnownLayout(Layout(problem, tuple(map(_as_rule, source)), inside))
+
+
+def _is_table_path(source: str | Path) -> bool:
+    return isinstance(source, Path) or source.endswith(".json") or Path(source).is_file()
+
+
+def _of_table(table: SpecTable, prepared: Prepared) -> _KnownLayout:
+    rebound = rebind_table(table, prepared)
+    reason = f"apply runs nothing; the table says {table.verified}"
+    if rebound.stale:
+        reason = f"apply runs nothing; the table is stale: {rebound.stale[0]}"
+    return _KnownLayout(rebound.layout, reason, tuple(rebound.notes))
 
 
 def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
@@ -141,28 +175,31 @@ def _as_rule(rule: AxisRule | str | tuple[str, str]) -> AxisRule:
     if isinstance(pair, tuple) and len(pair) == 2:
         return AxisRule(str(pair[0]), str(pair[1]))
     raise RuleError(
-        f"{rule!r} is no axis rule. Use 'logical axis->mesh axis', a pair (logical axis, mesh axis) or an AxisRule."
+        f"{rule!r} is no axis rule. Use 'logical axis->mesh axis', a pair (logical axis, mesh "
+        f"axis) or an AxisRule."
     )
 
 
 def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
-    anything = hardware_for(
-        "cpu"
-    )  # only bytes are asked for, and they are the same on any hardware
-    predictor = Predictor(prepared.problem, anything, prepared.traced.call.donated)
-    made, skipped = presets(prepared.problem, predictor.sent_bytes)
-    for preset in made:
+    """The rules of a preset.
+
+    Raises:
+        RuleError: If there is no such preset, or it makes no sense for this function.
+    """
+    any_hardware = hardware_for("cpu")  # only bytes are asked for, the same on any hardware
+    predictor = Predictor(prepared.problem, any_hardware, prepared.traced.call.donated)
+    available, skipped = presets(prepared.problem, predictor.sent_bytes)
+    names = [preset.name for preset in available]
+    for preset in available:
         if preset.name == name:
             return preset.rules
     for left_out in skipped:
         if left_out.name == name:
             raise RuleError(
-                f"preset {name!r} makes no sense here: {left_out.reason}. Use one of "
-                f"{[p.name for p in made]}."
+                f"preset {name!r} makes no sense here: {left_out.reason}. Use one of {names}."
             )
     raise RuleError(
-        f"{name!r} is no preset, and no file of that name exists. The presets are "
-        f"{[p.name for p in made]}."
+        f"{name!r} is no preset, and no file of that name exists. The presets are {names}."
     )
 
 
@@ -172,8 +209,8 @@ def rebinder(request: Request) -> Callable[[Plan, Call], Plan]:
     def rebind(plan: Plan, call: Call) -> Plan:
         try:
             prepared = prepare(request, call)
-            known = {logical_axis.name for logical_axis in prepared.problem.logical_axes.axes}
-            rules = tuple(rule for rule in plan.rules if rule.logical_axis in known)
+            names = {axis.name for axis in prepared.problem.logical_axes.axes}
+            rules = tuple(rule for rule in plan.rules if rule.logical_axis in names)
             layout = Layout(prepared.problem, rules, plan.layout.inside)
         except (PathError, RuleError, ValueError) as error:
             raise SignatureError(f"the plan's rules do not fit the new shapes: {error}") from error
@@ -184,9 +221,7 @@ def rebinder(request: Request) -> Callable[[Plan, Call], Plan]:
             layout=layout,
             mesh=plan.mesh,
             carry=prepared.carry,
-            verified=Verification(
-                False, "the rules of a plan for other shapes, applied without a search"
-            ),
+            verified=Verification(False, UNSEARCHED),
             compiler_options=plan.compiler_options,
             rebind=plan.rebind,
         )

@@ -1,7 +1,7 @@
 """One search over several: shapes of the mesh over the same devices, or variants of the function.
 
 Each alternative is first searched by prediction alone; the best by prediction then get the whole
-search, and its evidence decides. The objective is the step time, per sample where the person says
+search, and its evidence decides. The objective is the step time, per sample where the user says
 how many samples a step has.
 """
 
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import ArgumentError, MeshError, NoFeasiblePlanError, SearchFailedError
 from autoshard.evaluate.effort import Effort
-from autoshard.evidence.candidate import Candidate, Predicted, winner_of
+from autoshard.evidence.candidate import Candidate, winner_of
 from autoshard.evidence.throughput import checked_samples
 from autoshard.plan import Plan
 from autoshard.text import bytes_text, seconds_text
@@ -26,9 +26,12 @@ from autoshard.text import bytes_text, seconds_text
 AXIS_NAMES = ("data", "model"), ("data", "fsdp", "model")
 CLOSE = 1.25
 """Alternatives whose predicted objective is within this ratio of the best get the whole search,
-`SEARCHED` at most."""
+`SEARCHED` at most: predictions of different programs err by more than those of one program.
+Chosen by hand; `tests/test_joint_search.py` has alternatives on both sides."""
 
 SEARCHED = 3
+"""Whole searches of variants; each takes as long as a search of its own. Chosen by hand."""
+
 Search = Callable[..., Plan]
 Variant = Callable[..., Any] | tuple[Callable[..., Any], Sequence[Any]]
 
@@ -158,81 +161,110 @@ def over_variants(
     return _best(search, alternatives, "variant")
 
 
+@dataclass(frozen=True, eq=False)
+class _Predicted:
+    """An alternative that fits by prediction.
+
+    Attributes:
+        alternative: It.
+        plan: Of the search by prediction alone.
+        sample_s: Predicted seconds of one sample.
+        text: The prediction for people.
+    """
+
+    alternative: Alternative
+    plan: Plan
+    sample_s: float
+    text: str
+
+
 def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Plan:
     """The best plan of all alternatives, with a note on each."""
-    predicted: list[tuple[float, Alternative, str]] = []
-    by_prediction: dict[str, Plan] = {}
     failures: list[str] = []
+    predicted: list[_Predicted] = []
     for alternative in alternatives:
         try:
-            plan = by_prediction[alternative.name] = search(
-                **{
-                    **alternative.arguments,
-                    "effort": Effort(0, 0),
-                    "storage": None,
-                    "progress": False,
-                }
-            )
+            predicted.append(_by_prediction(search, alternative))
         except NoFeasiblePlanError as error:
-            failures.append(
-                f"{what} {alternative.name}: does not fit by prediction "
-                f"({str(error).splitlines()[0]})"
-            )
-            continue
-        found = _predicted(_winner(plan))
-        per = found.time_s / alternative.samples
-        predicted.append(
-            (
-                per,
-                alternative,
-                f"{seconds_text(per)} predicted, peak {bytes_text(found.peak_bytes)}",
-            )
-        )
-    if not predicted:
-        raise NoFeasiblePlanError(f"no {what} has a plan that fits:\n  " + "\n  ".join(failures))
-    predicted.sort(key=lambda item: item[0])
-    least = predicted[0][0]
-    effort: Effort = alternatives[0].arguments["effort"] or Effort()
-    # Different shapes of one mesh differ by little more than names where links are alike: the first
-    # is searched.
-    count = SEARCHED if what == "variant" else 1
-    close = sum(per <= CLOSE * least for per, _, _ in predicted[:count])
-    plans: list[tuple[float, Plan, str]] = []
-    for number, (per, alternative, text) in enumerate(predicted):
-        if number >= close and plans:
+            reason = str(error).splitlines()[0]
+            failures.append(f"{what} {alternative.name}: does not fit by prediction ({reason})")
+    predicted.sort(key=lambda one: one.sample_s)
+
+    plans: dict[str, Plan] = {}
+    count = _count_to_search(predicted, what)
+    for number, one in enumerate(predicted):
+        if number >= count and plans:
             break  # the others are for when nothing of what looked best holds
+        name = one.alternative.name
         try:
-            plan = (
-                search(**_in_a_study(alternative))
-                if effort.compiled
-                else by_prediction[alternative.name]
-            )
+            plans[name] = _searched(search, one)
         except (NoFeasiblePlanError, SearchFailedError) as error:
-            failures.append(f"{what} {alternative.name}: {text}; {str(error).splitlines()[0]}")
-            continue
-        plans.append(
-            (
-                _seconds(_winner(plan), per * alternative.samples) / alternative.samples,
-                plan,
-                alternative.name,
-            )
-        )
+            failures.append(f"{what} {name}: {one.text}; {str(error).splitlines()[0]}")
     if not plans:
         raise NoFeasiblePlanError(f"no {what} has a plan that fits:\n  " + "\n  ".join(failures))
-    _, plan, name = min(plans, key=lambda item: item[0])
-    searched = {called: per for per, _, called in plans}
-    notes = [f"{what} {name} was chosen of {len(alternatives)}"]
-    for _, alternative, text in predicted:
-        also = (
-            f", {seconds_text(searched[alternative.name])} after its search"
-            if alternative.name in searched
-            else ""
-        )
-        notes.append(
-            f"{what} {alternative.name}: {text}{also}"
-            + (" per sample" if alternative.samples != 1 else "")
-        )
-    return replace(plan, notes=(*plan.notes, *notes, *failures), chosen=name)
+
+    seconds = {
+        one.alternative.name: _sample_s(plans[one.alternative.name], one)
+        for one in predicted
+        if one.alternative.name in plans
+    }
+    chosen = min(seconds, key=seconds.__getitem__)
+    notes = [f"{what} {chosen} was chosen of {len(alternatives)}"]
+    notes += [f"{what} {_note(one, seconds)}" for one in predicted]
+    plan = plans[chosen]
+    return replace(plan, notes=(*plan.notes, *notes, *failures), chosen=chosen)
+
+
+def _by_prediction(search: Search, alternative: Alternative) -> _Predicted:
+    """An alternative searched by prediction alone.
+
+    Raises:
+        NoFeasiblePlanError: If it does not fit.
+    """
+    alone = {"effort": Effort(0, 0), "storage": None, "progress": False}
+    plan = search(**{**alternative.arguments, **alone})
+    prediction = _winner(plan).predicted
+    assert prediction is not None
+    sample_s = prediction.time_s / alternative.samples
+    text = f"{seconds_text(sample_s)} predicted, peak {bytes_text(prediction.peak_bytes)}"
+    return _Predicted(alternative, plan, sample_s, text)
+
+
+def _count_to_search(predicted: Sequence[_Predicted], what: str) -> int:
+    """How many of the alternatives that are predicted best get the whole search.
+
+    Different shapes of one mesh differ by little more than names where links are alike: there the
+    first one is searched.
+    """
+    at_most = SEARCHED if what == "variant" else 1
+    return sum(one.sample_s <= CLOSE * predicted[0].sample_s for one in predicted[:at_most])
+
+
+def _searched(search: Search, one: _Predicted) -> Plan:
+    """The plan of the whole search; that by prediction where nothing more is wanted."""
+    effort: Effort = one.alternative.arguments["effort"] or Effort()
+    return search(**_in_a_study(one.alternative)) if effort.compiled else one.plan
+
+
+def _sample_s(plan: Plan, one: _Predicted) -> float:
+    """Seconds of one sample: measured, else compiled, else predicted."""
+    winner, samples = _winner(plan), one.alternative.samples
+    if winner.measured is not None:
+        return winner.measured.median_s / samples
+    if winner.compiled is not None:
+        return winner.compiled.time_s / samples
+    return one.sample_s
+
+
+def _note(one: _Predicted, seconds: Mapping[str, float]) -> str:
+    """What came of an alternative."""
+    name = one.alternative.name
+    note = f"{name}: {one.text}"
+    if name in seconds:
+        note += f", {seconds_text(seconds[name])} after its search"
+    if one.alternative.samples != 1:
+        note += " per sample"
+    return note
 
 
 def _in_a_study(alternative: Alternative) -> dict[str, Any]:
@@ -245,15 +277,3 @@ def _winner(plan: Plan) -> Candidate:
     winner = winner_of(plan.candidates)
     assert winner is not None
     return winner
-
-
-def _predicted(candidate: Candidate) -> Predicted:
-    assert candidate.predicted is not None
-    return candidate.predicted
-
-
-def _seconds(candidate: Candidate, predicted_s: float) -> float:
-    """Measured seconds, else compiled, else predicted."""
-    if candidate.measured is not None:
-        return candidate.measured.median_s
-    return candidate.compiled.time_s if candidate.compiled is not None else predicted_s

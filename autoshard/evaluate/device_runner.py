@@ -1,8 +1,8 @@
 """What a search does on the devices: compiles layouts, compares their outputs, times them.
 
 All of it is asked for by a candidate's key or layout and answered in plain values, so that several
-processes can do it together (`multihost`). Whatever goes wrong with a layout is an exception, of
-which the race makes a rejection.
+processes can do it together (`multiprocess`). Whatever goes wrong with a layout is an exception, of
+which the evaluation makes a rejection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.evaluate.verify import Reference, ReferenceFunction, reference_of
 from autoshard.evidence.candidate import Measured, Verified
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
-from autoshard.processes.process_group import ALONE, Peers
+from autoshard.processes.process_group import SINGLE_PROCESS, Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,12 @@ class Compared:
     """Outputs held against others.
 
     Attributes:
-        found: The leaf that is farthest off.
+        verified: The leaf that is farthest off.
         agrees: Whether all leaves are near enough.
     """
 
-    found: Verified
+    verified: Verified
     agrees: bool
-
-    @property
-    def badness(self) -> float:
-        """How far off it is in tolerances; more than 1 does not agree."""
-        error, tolerance = self.found.max_abs_err, self.found.tolerance
-        return error / tolerance if tolerance > 0 else float("inf") if error > 0 else 0.0
 
 
 @dataclass(eq=False)
@@ -53,7 +47,7 @@ class DeviceRunner:
     prepared: Prepared
     inputs: Inputs
     compiler_options: CompilerOptions | None
-    peers: Peers = ALONE
+    peers: Peers = SINGLE_PROCESS
     compiled: dict[str, Compiled] = field(default_factory=dict)
     _reference: Reference | None = None
     _reference_key: str | None = None
@@ -105,7 +99,7 @@ class DeviceRunner:
         self._reference_key = other
 
     def compare(self, key: str) -> Compared:
-        """A layout's outputs against those of what `refer` ran last."""
+        """A layout's outputs against those of what `set_reference` ran last."""
         assert self._reference is not None
         return self._run_and_compare(self.compiled[key], self.inputs, self._reference)
 
@@ -157,13 +151,13 @@ class DeviceRunner:
         self, compiled: Compiled, inputs: Inputs, reference: Reference
     ) -> Compared:
         leaves: list[Any] = []
-        self.peers.together(lambda: leaves.extend(inputs.place(compiled.built.in_shardings)))
+        self.peers.run_on_all(lambda: leaves.extend(inputs.place(compiled.built.in_shardings)))
         found, agrees = reference.compare(compiled.executable(*leaves))
         return Compared(found, agrees)
 
     def _sync(self) -> None:
         """Makes devices of several processes wait for each other."""
-        if self.peers is ALONE:
+        if self.peers is SINGLE_PROCESS:
             return
         if self._start is None:
             mesh = self.prepared.request.mesh.auto

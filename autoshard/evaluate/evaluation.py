@@ -1,8 +1,8 @@
-"""The ladder that candidates climb: partitioned, compiled, verified, measured. A failure is a
-rejection, nothing stops.
+"""The candidates of one search, and what is done with one of them here: partition, compile, verify,
+measure.
 
-Each rung cuts the ranked list. What a candidate earned is kept in the study, so an interrupted
-search continues.
+A failure is a rejection with its reason; nothing stops. Which candidates get how far is decided in
+`selection`, and where they are evaluated, here or on other workers, by an `Evaluator`.
 """
 
 from __future__ import annotations
@@ -12,280 +12,330 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 
 from autoshard.compiler.compile import Built, CompilerOptions, build
 from autoshard.compiler.isolated import Failure, InProcess, Isolation
+from autoshard.compiler.pool import CompilePool
+from autoshard.cost_model.hardware.backend import Backend
+from autoshard.cost_model.hardware.step_components import step_s
 from autoshard.cost_model.predict import Predictor
-from autoshard.evaluate.device_runner import DeviceRunner
+from autoshard.evaluate.device_runner import Compared, DeviceRunner
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.measure import RunError, ratio_interval
 from autoshard.evidence.candidate import (
     Candidate,
     CompiledEvidence,
     PartitionedEvidence,
-    Predicted,
     Status,
+    Verified,
 )
 from autoshard.evidence.collectives import CollectiveOp
-from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
 from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
 from autoshard.search.simplify_rules import RuleSimplifier
-from autoshard.search.study.shared_evaluation import Shared, adopted
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
-from autoshard.text import bytes_text, seconds_text
+from autoshard.text import bytes_text, one_line, seconds_text
 
 log = logging.getLogger("autoshard")
 
 NOISE = 1.05
-"""Medians within this ratio count as equally fast, as do those whose bootstrap interval holds 1."""
+"""Medians within this ratio count as equally fast, as do those whose bootstrap interval holds 1.
+The promise of the README (`never slower than the best preset beyond noise`); on shared machines two
+runs of one program differ by up to 5 % in the median. `tests/evaluate/test_order.py` pins it."""
 
 ARGUMENTS_PREDICTED = 100
 """Candidates from the top of the ranking within which layouts for arguments only get a prediction
-of their own."""
-
-FAR = 2.0
-"""Prediction alone prunes a candidate only beyond this multiple of the memory budget."""
+of their own; far more than are ever partitioned. `tests/search/test_proposer.py` covers 100."""
 
 
-@dataclass(eq=False)
-class Evaluation:
-    """The candidates of one search and what is done with them."""
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What an evaluation works with.
+
+    Attributes:
+        prepared: The traced request.
+        predictor: Of its problem, for the hardware.
+        backend: What the compiler does.
+        runner: The devices.
+        budget_bytes: Memory of a device; None for no limit.
+        compiler_options: Passed to XLA as they are.
+        progress: Says what is being done.
+        isolation: Compiles in a process of its own first; None for compiling here.
+        compilers: Compile for a target that is not here; None where the devices are here.
+        deadline_s: By `time.monotonic`, when nothing new is started any more; None for never.
+    """
 
     prepared: Prepared
     predictor: Predictor
-    shared: Shared
+    backend: Backend
     runner: DeviceRunner
     budget_bytes: int | None
     compiler_options: CompilerOptions | None
     progress: Progress
-    entries: list[Entry] = field(default_factory=list)
-    reference_failure: str = ""
     isolation: Isolation | None = None
-    notes: list[str] = field(default_factory=list)
+    compilers: CompilePool | None = None
     deadline_s: float | None = None
-    due: tuple[Entry, ...] = ()
-    refusals: list[int] = field(default_factory=list)
-    """Bytes that programs need which the compiler refuses."""
 
-    def enter(self, proposals: Iterable[Proposal]) -> None:
-        """Enters each proposal twice: with constraints inside, and for arguments only; best first
-        by prediction.
+
+class Evaluation:
+    """The candidates of one search.
+
+    Attributes:
+        setting: What it works with.
+        entries: The candidates, best first by prediction.
+        notes: What the user should know of them.
+        refusals: Bytes that programs need which the compiler refuses.
+        reference_failure: Why outputs cannot be compared; "" where they can.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        """Starts without candidates."""
+        self.setting = setting
+        self.entries: list[Entry] = []
+        self.notes: list[str] = []
+        self.refusals: list[int] = []
+        self.reference_failure = ""
+        self._due: tuple[Entry, ...] = ()
+
+    def add(self, proposals: Iterable[Proposal], known: Mapping[str, Candidate]) -> None:
+        """Adds each proposal twice: with constraints inside, and for arguments only.
 
         Layouts for arguments only are one where their arguments are split alike. What the rules say
         of the inside does not hold there, so the best of them are predicted by the fewest rules
         that give the same arguments.
-        """
-        entered = {c.candidate.key for c in self.entries}
-        simplifier = RuleSimplifier(self.predictor.placements)
-        simplified: list[tuple[Proposal, Layout, str]] = []
-        known = self.shared.known()
-        for proposal in proposals:
-            for inside in (True, False):
-                layout = proposal.layout if inside else replace(proposal.layout, inside=False)
-                key = proposal.key if inside else layout.key()
-                if key in entered:
-                    continue
-                entered.add(key)
-                if inside or len(entered) > ARGUMENTS_PREDICTED:
-                    self._enter(proposal, layout, key, known)
-                else:
-                    simplified.append((proposal, simplifier.simplify(layout), key))
-        if simplified:
-            index = self.predictor.placements.of_rules(
-                [layout.rules for _, layout, _ in simplified]
-            )
-            for (proposal, layout, key), own in zip(
-                simplified, self.predictor.predict_each(index), strict=True
-            ):
-                self._enter(replace(proposal, prediction=own), layout, key, known)
-        self.entries.sort(key=lambda c: c.proposal.order(self.budget_bytes))
 
-    def _enter(
-        self, proposal: Proposal, layout: Layout, key: str, known: Mapping[str, Candidate]
-    ) -> None:
-        p = proposal.prediction
-        predicted = Predicted(p.time_s, p.peak_bytes, p.collective_bytes)
-        candidate = Candidate(
-            name=proposal.name if layout.inside else f"{proposal.name} (arguments)",
-            origin=proposal.origin,
-            preset=proposal.preset,
-            rules=tuple(map(str, layout.rules)),
-            constraints="anchors" if layout.inside else "arguments",
-            key=key,
-            predicted=predicted,
-        )
-        if key in known:
-            candidate = adopted(candidate, known[key])
-        self.entries.append(Entry(layout, proposal, candidate))
+        Args:
+            proposals: Best first by prediction.
+            known: By key, candidates of which there is evidence already.
+        """
+        added = {entry.key for entry in self.entries}
+        simplifier = RuleSimplifier(self.setting.predictor.placements)
+        to_predict: list[Proposal] = []
+        for proposal in proposals:
+            if proposal.key not in added:
+                added.add(proposal.key)
+                self._add(proposal, known)
+
+            layout = replace(proposal.layout, inside=False)
+            key = layout.key()
+            if key in added:
+                continue
+            added.add(key)
+            if len(added) > ARGUMENTS_PREDICTED:
+                self._add(replace(proposal, layout=layout, key=key), known)
+            else:
+                simplified = simplifier.simplify(layout)
+                to_predict.append(replace(proposal, layout=simplified, key=key))
+        for proposal in self._predicted(to_predict):
+            self._add(proposal, known)
+        self.entries.sort(key=lambda entry: entry.proposal.order(self.setting.budget_bytes))
+
+    def _predicted(self, proposals: Sequence[Proposal]) -> list[Proposal]:
+        """The proposals, each with a prediction of its own layout."""
+        if not proposals:
+            return []
+        predictor = self.setting.predictor
+        index = predictor.placements.of_rules([p.layout.rules for p in proposals])
+        predictions = predictor.predict_each(index)
+        return [replace(p, prediction=own) for p, own in zip(proposals, predictions, strict=True)]
+
+    def _add(self, proposal: Proposal, known: Mapping[str, Candidate]) -> None:
+        entry = Entry.of(proposal)
+        if proposal.key in known:
+            entry.candidate = known[proposal.key].named_as(entry.candidate)
+        self.entries.append(entry)
 
     def reject(self, entry: Entry, reason: str) -> None:
-        """Takes a candidate out of the race."""
+        """Takes a candidate out of the search."""
         entry.candidate = entry.candidate.reject(reason)
-        self.runner.forget(entry.candidate.key)
-        self.progress.say(f"{entry.candidate.name}: rejected, {reason.splitlines()[0]}")
+        self.setting.runner.forget(entry.key)
+        self.setting.progress.say(f"{entry.name}: rejected, {reason.splitlines()[0]}")
 
-    def standing(self) -> str:
-        """How the race stands: the best so far, how many are left to compile, how many were
+    def late(self) -> bool:
+        """True after the deadline."""
+        deadline_s = self.setting.deadline_s
+        return deadline_s is not None and time.monotonic() > deadline_s
+
+    def status(self) -> str:
+        """How the search stands: the best so far, how many are left to compile, how many were
         rejected.
         """
-        alive = [
-            c for c in self.entries if c.candidate.compiled is not None and not c.candidate.rejected
-        ]
         parts = []
+        alive = [entry for entry in self.entries if entry.fits]
         if alive:
-            best = min(alive, key=lambda c: c.order)
+            best = min(alive, key=lambda entry: entry.order)
             measured = best.candidate.measured
             text = "compiled" if measured is None else f"{seconds_text(measured.median_s)} measured"
-            parts.append(f"best so far {best.candidate.name}, {text}")
-        left = sum(c.candidate.compiled is None and not c.candidate.rejected for c in self.due)
-        parts += [f"{left} left to compile"] if left else []
-        rejected = sum(c.candidate.rejected for c in self.entries)
-        parts += [f"{rejected} rejected"] if rejected else []
+            parts.append(f"best so far {best.name}, {text}")
+        left = sum(entry.untried for entry in self._due)
+        if left:
+            parts.append(f"{left} left to compile")
+        rejected = sum(entry.rejected for entry in self.entries)
+        if rejected:
+            parts.append(f"{rejected} rejected")
         return ", ".join(parts)
 
-    # Rungs ----------------------------------------------------------------------------------------
-
-    def time_s(self, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
-        """Seconds of a step: predicted compute, and the collectives of a program priced with the
-        hardware's links.
-        """
-        return step_s(self.predictor, compute_s, ops)
-
-    def _as_sent(self, ops: Sequence[CollectiveOp]) -> list[CollectiveOp]:
-        """Shardy's collectives as the backend sends them: XLA:CPU makes a reduce_scatter an
-        all_reduce and a slice.
-        """
-        lacking = self.prepared.request.mesh.platform == "cpu"
-        return [
-            replace(op, kind="all_reduce") if lacking and op.kind == "reduce_scatter" else op
-            for op in ops
-        ]
+    # Partitioning ---------------------------------------------------------------------------------
 
     def partition(self, entries: Sequence[Entry]) -> dict[str, float]:
-        """Runs Shardy's passes on candidates; returns seconds of a step by key."""
+        """Runs Shardy's passes on candidates.
+
+        Returns:
+            Seconds of a step by key, of those that could be partitioned; compiled seconds where
+            there are any, predicted ones where the passes fail.
+        """
         times: dict[str, float] = {}
         for number, entry in enumerate(entries):
-            self.progress.doing(
-                f"partitioning {number + 1} of {len(entries)}: {entry.candidate.name}"
+            self.setting.progress.doing(
+                f"partitioning {number + 1} of {len(entries)}: {entry.name}"
             )
-            compute_s = entry.proposal.prediction.compute_s
-            if entry.candidate.compiled is not None:
-                times[entry.candidate.key] = entry.candidate.compiled.time_s
-                continue
-            if entry.candidate.rejected:
-                continue
-            try:
-                entry.built = build(self.prepared.traced, entry.layout, self.prepared.request.mesh)
-                found = self._partition(entry.built.lower())
-            except Exception as error:
-                self.reject(entry, f"lowering failed: {one_line(error)}")
-                continue
-            if isinstance(found, Failure):
-                self.reject(entry, f"partitioning failed: {found.reason}")
-                continue
-            if isinstance(found, PartitionFailure):
-                log.info("%s: not partitioned (%s)", entry.candidate.name, found.reason)
-                times[entry.candidate.key] = entry.proposal.prediction.time_s
-                continue
-            times[entry.candidate.key] = self.time_s(compute_s, self._as_sent(found.ops))
-            entry.candidate = replace(
-                entry.candidate,
-                status=Status.PARTITIONED,
-                partitioned=PartitionedEvidence(found.collectives, found.collective_bytes),
-            )
+            if entry.compiled is not None:
+                times[entry.key] = entry.compiled.time_s
+            elif not entry.rejected:
+                time_s = self._partition(entry)
+                if time_s is not None:
+                    times[entry.key] = time_s
         return times
 
-    def _partition(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure:
+    def _partition(self, entry: Entry) -> float | None:
+        """Seconds of a step by the partitioned program; None where the candidate is rejected."""
+        setting = self.setting
+        try:
+            entry.built = build(
+                setting.prepared.traced, entry.layout, setting.prepared.request.mesh
+            )
+            outcome = self._run_passes(entry.built.lower())
+        except Exception as error:
+            self.reject(entry, f"lowering failed: {one_line(error)}")
+            return None
+        if isinstance(outcome, Failure):
+            self.reject(entry, f"partitioning failed: {outcome.reason}")
+            return None
+        prediction = entry.proposal.prediction
+        if isinstance(outcome, PartitionFailure):
+            log.info("%s: not partitioned (%s)", entry.name, outcome.reason)
+            return prediction.time_s
+        evidence = PartitionedEvidence(outcome.collectives, outcome.collective_bytes)
+        entry.gain(Status.PARTITIONED, partitioned=evidence)
+        return program_s(
+            setting.predictor, prediction.compute_s, setting.backend.as_sent(outcome.ops)
+        )
+
+    def _run_passes(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure:
         """Runs Shardy's passes, in a process of their own where candidates compile in one."""
-        found = None if self.isolation is None else self.isolation.partition(lowered)
-        if found is None or isinstance(found, InProcess):
-            return partition(lowered, self.prepared.request.mesh.axes)
-        return found
+        isolation = self.setting.isolation
+        outcome = None if isolation is None else isolation.partition(lowered)
+        if outcome is None or isinstance(outcome, InProcess):
+            return partition(lowered, self.setting.prepared.request.mesh.axes)
+        return outcome
 
-    def compile(self, entries: Sequence[Entry]) -> None:
-        """Compiles candidates of which there is no evidence yet, here or on other workers."""
-        new = [c for c in entries if c.candidate.compiled is None and not c.candidate.rejected]
-        self.due = tuple(new)
+    # Compiling ------------------------------------------------------------------------------------
 
-        def stop() -> bool:
-            return self.late() and any(c.candidate.compiled is not None for c in entries)
+    def expect(self, entries: Sequence[Entry]) -> None:
+        """Says which candidates are to be compiled next, for `status`."""
+        self._due = tuple(entries)
 
-        self.shared.each("compile", new, self._compile, needs="compile", stop=stop)
+    def compiled_here(self, entry: Entry) -> bool:
+        """True for a candidate that is compiled in this process, to be run."""
+        return entry.key in self.setting.runner.compiled
 
-    def _compile(self, entry: Entry, *, to_run: bool = False) -> None:
-        """Compiles one candidate here; where there is evidence of it already, only if it is needed
+    def compile(self, entry: Entry, *, to_run: bool = False) -> None:
+        """Compiles one candidate; where there is evidence of it already, only if it is needed
         `to_run`.
 
         With isolation that is in a process of its own, and in this one only what survived there and
         is needed `to_run`.
         """
-        if entry.candidate.rejected or self._compiled_here(entry):
+        if entry.rejected or self.compiled_here(entry):
             return
-        if entry.candidate.compiled is not None and not to_run:
+        before = entry.compiled
+        if before is not None and not to_run:
             return
-        candidate = entry.candidate
-        self.progress.doing(f"compiling {candidate.name}", self.standing())
-        compute_s = entry.proposal.prediction.compute_s
+        self.setting.progress.doing(f"compiling {entry.name}", self.status())
         try:
-            built = entry.built or build(
-                self.prepared.traced, entry.layout, self.prepared.request.mesh
-            )
-            found = candidate.compiled or self._isolated(built, compute_s)
-            if isinstance(found, Failure):
-                self.reject(entry, f"compilation failed: {found.reason}")
-                return
-            if found is None or to_run:
-                made = self.runner.compile(
-                    candidate.key, entry.layout, built, lambda ops: self.time_s(compute_s, ops)
-                )
-                found = found or made.evidence
+            evidence = self._compile(entry, to_run=to_run)
         except Exception as error:
             self.reject(entry, f"compilation failed: {one_line(error)}")
             return
-        if candidate.compiled is not None:
-            return  # its evidence stands
-        found = replace(found, compute_s=compute_s)
-        entry.candidate = replace(candidate, status=Status.COMPILED, compiled=found)
-        over = self.over_budget(entry)
-        if over:
-            self.reject(entry, over)
+        if isinstance(evidence, Failure):
+            self.reject(entry, f"compilation failed: {evidence.reason}")
             return
-        self.progress.say(
-            f"{candidate.name}: compiled in {seconds_text(found.compile_s)}, "
-            f"{bytes_text(found.collective_bytes)} moved, "
-            f"peak {bytes_text(found.peak_bytes)}"
+        if before is not None:
+            return  # its evidence stands
+
+        evidence = replace(evidence, compute_s=entry.proposal.prediction.compute_s)
+        entry.gain(Status.COMPILED, compiled=evidence)
+        excess = self.over_budget(entry)
+        if excess:
+            self.reject(entry, excess)
+            return
+        self.setting.progress.say(
+            f"{entry.name}: compiled in {seconds_text(evidence.compile_s)}, "
+            f"{bytes_text(evidence.collective_bytes)} moved, peak {bytes_text(evidence.peak_bytes)}"
         )
 
-    def _isolated(self, built: Built, compute_s: float) -> CompiledEvidence | Failure | None:
+    def _compile(self, entry: Entry, *, to_run: bool) -> CompiledEvidence | Failure:
+        setting = self.setting
+        compute_s = entry.proposal.prediction.compute_s
+        built = entry.built or build(
+            setting.prepared.traced, entry.layout, setting.prepared.request.mesh
+        )
+        evidence = entry.compiled or self._compile_isolated(built, compute_s)
+        if isinstance(evidence, Failure):
+            return evidence
+        if evidence is not None and not to_run:
+            return evidence
+        compiled = setting.runner.compile(
+            entry.key,
+            entry.layout,
+            built,
+            lambda ops: program_s(self.setting.predictor, compute_s, ops),
+        )
+        return evidence or compiled.evidence
+
+    def _compile_isolated(
+        self, built: Built, compute_s: float
+    ) -> CompiledEvidence | Failure | None:
         """Compiles in a process of its own; None where that is not wanted or not possible (which is
         noted).
         """
-        if self.isolation is None:
+        isolation = self.setting.isolation
+        if isolation is None:
             return None
-        outcome = self.isolation.compile(
+        outcome = isolation.compile(
             built,
-            compiler_options=self.compiler_options,
-            time_of=lambda ops: self.time_s(compute_s, ops),
+            compiler_options=self.setting.compiler_options,
+            time_of=lambda ops: program_s(self.setting.predictor, compute_s, ops),
         )
         if not isinstance(outcome, InProcess):
             return outcome
         note = f"compiled in the process of the search, not isolated: {outcome.reason}"
         if note not in self.notes:
             self.notes.append(note)
-            self.progress.say(note)
+            self.setting.progress.say(note)
         return None
 
     def over_budget(self, entry: Entry) -> str:
-        """Why a compiled candidate does not fit the memory budget; empty where it does."""
-        found = entry.candidate.compiled
-        if found is None or self.budget_bytes is None or found.peak_bytes <= self.budget_bytes:
+        """Why a compiled candidate does not fit the memory budget; "" where it does."""
+        budget_bytes = self.setting.budget_bytes
+        if entry.compiled is None or budget_bytes is None:
             return ""
-        return f"needs {bytes_text(found.peak_bytes)} per device (compiled), the budget is {bytes_text(self.budget_bytes)}"
+        peak_bytes = entry.compiled.peak_bytes
+        if peak_bytes <= budget_bytes:
+            return ""
+        needs, budget = bytes_text(peak_bytes), bytes_text(budget_bytes)
+        return f"needs {needs} per device (compiled), the budget is {budget}"
+
+    # Verifying ------------------------------------------------------------------------------------
+
+    def wants_verifying(self, entry: Entry) -> bool:
+        """True for a candidate whose outputs were not compared yet, and can be."""
+        compared = entry.candidate.verified is not None
+        return not (entry.rejected or compared or self.reference_failure)
 
     def verify(self, entry: Entry) -> None:
         """Compares a compiled candidate's outputs with the unsharded function's; a mismatch rejects
@@ -295,181 +345,153 @@ class Evaluation:
         of another compiled layout, and the same layout with the unsharded function at smaller
         sizes.
         """
-        self.compile([entry])
-        if (
-            entry.candidate.rejected
-            or entry.candidate.verified is not None
-            or self.reference_failure
-        ):
-            return
-        for failure in self.shared.each(
-            "verify",
-            [entry],
-            self._verify,
-            needs="measure",
-            note=lambda: self.reference_failure,
-        ):
-            self.reference_failure = failure
-
-    def _verify(self, entry: Entry) -> None:
         if self.too_large(entry):
             return
-        self._compile(entry, to_run=True)
-        if not self._compiled_here(entry):
+        self.compile(entry, to_run=True)
+        if not self.compiled_here(entry):
             return
-        self.progress.doing(f"verifying {entry.candidate.name}", self.standing())
+        self.setting.progress.doing(f"verifying {entry.name}", self.status())
         try:
-            other = self._other(entry)
-            self.runner.set_reference(
-                None if other is None else other.candidate.key,
-                "" if other is None else other.candidate.name,
-            )
+            other = self._other_layout(entry)
+            if other is None:
+                self.setting.runner.set_reference(None, "")
+            else:
+                self.setting.runner.set_reference(other.key, other.name)
         except Exception as error:
             self.reference_failure = f"nothing to compare with: {one_line(error)}"
             return
         try:
-            compared = self.runner.compare(entry.candidate.key)
+            compared = self.setting.runner.compare(entry.key)
             if other is not None and compared.agrees:
-                small = self.runner.compare_small(entry.layout)
-                if isinstance(small, str):
-                    self.progress.say(
-                        f"{entry.candidate.name}: not compared at smaller sizes, {small}"
-                    )
-                else:
-                    below, factor = small
-                    text = f"{compared.found.against}, and the {below.found.against} at sizes divided by up to {factor}"
-                    worst = compared if below.agrees else below
-                    compared = replace(worst, found=replace(worst.found, against=text))
+                compared = self._compared_below(entry, compared)
         except Exception as error:
             self.reject(entry, f"running failed: {one_line(error)}")
             return
-        found = compared.found
-        entry.candidate = replace(entry.candidate, verified=found)
+        entry.gain(entry.candidate.status, verified=compared.verified)
         if not compared.agrees:
-            self.reject(
-                entry,
-                f"wrong numbers: {found.leaf} differs from that of the {found.against} by "
-                f"{found.max_abs_err:.3g}, "
-                f"tolerance {found.tolerance:.3g}",
-            )
+            self.reject(entry, _mismatch_text(compared.verified))
 
-    def _compiled_here(self, entry: Entry) -> bool:
-        """True for a candidate that is compiled here, to be run."""
-        return entry.candidate.key in self.runner.compiled
-
-    def too_large(self, entry: Entry) -> str:
-        """Why a candidate cannot be run here: devices on the CPU share the host's memory; empty
-        where it can.
+    def _compared_below(self, entry: Entry, compared: Compared) -> Compared:
+        """A comparison with another layout, and with the unsharded function at smaller sizes where
+        that is possible.
         """
-        found, mesh = entry.candidate.compiled, self.prepared.request.mesh
-        if found is None or mesh.platform != "cpu":
-            return ""
-        need, there = found.peak_bytes * math.prod(mesh.axes.values()), host_bytes()
-        if need <= there:
-            return ""
-        return f"not run: it needs {bytes_text(need)} on all devices, and this host has {bytes_text(there)}"
+        below = self.setting.runner.compare_small(entry.layout)
+        if isinstance(below, str):
+            self.setting.progress.say(f"{entry.name}: not compared at smaller sizes, {below}")
+            return compared
+        small, factor = below
+        against = (
+            f"{compared.verified.against}, and the {small.verified.against} at sizes divided by "
+            f"up to {factor}"
+        )
+        worst = compared if small.agrees else small
+        return replace(worst, verified=replace(worst.verified, against=against))
 
-    def _other(self, entry: Entry) -> Entry | None:
-        """What to compare a candidate with: a compiled candidate, or None for the unsharded
-        function.
+    def _other_layout(self, entry: Entry) -> Entry | None:
+        """What to compare a candidate with: a compiled one, or None for the unsharded function.
 
         Raises:
             LookupError: If there is neither.
         """
-        whole = self.predictor.predict(replace(entry.layout, rules=())).peak_bytes
-        if whole <= self.predictor.hardware.memory_bytes:
+        predictor = self.setting.predictor
+        whole_bytes = predictor.predict(replace(entry.layout, rules=())).peak_bytes
+        if whole_bytes <= predictor.hardware.memory_bytes:
             return None
+        specs = entry.layout.input_specs()
         for other in self.entries:
-            if (
-                other.candidate.compiled is None
-                or other.layout.input_specs() == entry.layout.input_specs()
-            ):
+            if other.compiled is None or other.layout.input_specs() == specs:
                 continue
-            self._compile(other, to_run=True)
-            if self._compiled_here(other):
+            self.compile(other, to_run=True)
+            if self.compiled_here(other):
                 return other
         raise LookupError(
             "the unsharded function does not fit on one device, and no second layout was compiled"
         )
 
-    def late(self) -> bool:
-        """True after the deadline (`time.monotonic`)."""
-        return self.deadline_s is not None and time.monotonic() > self.deadline_s
+    def too_large(self, entry: Entry) -> str:
+        """Why a candidate cannot be run here; "" where it can.
+
+        Devices of the host share its memory.
+        """
+        mesh = self.setting.prepared.request.mesh
+        if entry.compiled is None or mesh.platform != "cpu":
+            return ""
+        need = entry.compiled.peak_bytes * math.prod(mesh.axes.values())
+        there = host_bytes()
+        if need <= there:
+            return ""
+        return (
+            f"not run: it needs {bytes_text(need)} on all devices, and this host has "
+            f"{bytes_text(there)}"
+        )
+
+    # Measuring ------------------------------------------------------------------------------------
 
     def measure(self, entries: Sequence[Entry]) -> None:
         """Measures candidates against each other, round by round."""
-        self.compile(entries)
-        alive = [c for c in entries if not c.candidate.rejected and not self.too_large(c)]
-        if not alive or (
-            all(c.candidate.measured is not None for c in alive) and not self.shared.again
-        ):
-            return
-
-        def best_s() -> float | None:
-            return min(
-                (c.candidate.measured.median_s for c in alive if c.candidate.measured is not None),
-                default=None,
-            )
-
-        self.shared.group("measure", alive, lambda: self._measure(alive), best_s)
-
-    def _measure(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            self._compile(entry, to_run=True)
-        by_name = {c.candidate.name: c for c in entries if self._compiled_here(c)}
+            self.compile(entry, to_run=True)
+        by_name = {entry.name: entry for entry in entries if self.compiled_here(entry)}
         while by_name:
             try:
-                found = self.runner.measure(
-                    {name: c.candidate.key for name, c in by_name.items()},
+                measured = self.setting.runner.measure(
+                    {name: entry.key for name, entry in by_name.items()},
                     self._inputs_fit(list(by_name.values())),
                     self.late,
-                    lambda n, best: self.progress.doing(
-                        f"measuring round {n}: "
-                        + ", ".join(f"{k} {seconds_text(v)}" for k, v in best.items())
-                    ),
+                    self._say_round,
                 )
             except RunError as failure:
                 self.reject(by_name.pop(failure.name), f"running failed: {failure.reason}")
                 continue
-            for name, measured in found.items():
-                entry = by_name[name]
-                entry.candidate = replace(
-                    entry.candidate, status=Status.MEASURED, measured=measured
-                )
-                self.progress.say(
-                    f"{name}: measured {seconds_text(measured.median_s)} ({measured.rounds} rounds)"
+            for name, medians in measured.items():
+                by_name[name].gain(Status.MEASURED, measured=medians)
+                self.setting.progress.say(
+                    f"{name}: measured {seconds_text(medians.median_s)} ({medians.rounds} rounds)"
                 )
             return
 
-    def fastest(self, entries: Sequence[Entry]) -> Entry:
-        """The fastest by the clock; those within noise of it are ordered by prediction, then
-        canonical form.
-        """
-        seconds = {
-            c.candidate.key: c.candidate.measured.seconds
-            for c in entries
-            if c.candidate.measured is not None
-        }
-
-        def no_slower(mine: Entry, other: Entry) -> bool:
-            interval = ratio_interval(seconds[mine.candidate.key], seconds[other.candidate.key])
-            return interval.ratio <= NOISE or interval.low <= 1.0
-
-        tied = [
-            c for c in entries if all(no_slower(c, other) for other in entries if other is not c)
-        ]
-        return min(tied or entries, key=lambda c: c.order)
+    def _say_round(self, number: int, best_s: Mapping[str, float]) -> None:
+        times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in best_s.items())
+        self.setting.progress.doing(f"measuring round {number}: {times}")
 
     def _inputs_fit(self, entries: Sequence[Entry]) -> bool:
-        memory = self.budget_bytes or self.predictor.hardware.memory_bytes
-        need = sum(
-            c.candidate.compiled.argument_bytes for c in entries if c.candidate.compiled is not None
-        )
-        peak = max(
-            (c.candidate.compiled.peak_bytes for c in entries if c.candidate.compiled is not None),
-            default=0,
-        )
-        return need + peak <= memory
+        """True if the arguments of all candidates and one program fit on a device together."""
+        memory = self.setting.budget_bytes or self.setting.predictor.hardware.memory_bytes
+        compiled = [entry.compiled for entry in entries if entry.compiled is not None]
+        arguments = sum(evidence.argument_bytes for evidence in compiled)
+        peak = max((evidence.peak_bytes for evidence in compiled), default=0)
+        return arguments + peak <= memory
+
+
+def program_s(predictor: Predictor, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
+    """Seconds of a step: these of compute, and a program's collectives priced with the links of the
+    hardware.
+    """
+    comm_s = 0.0
+    for op in ops:
+        one_s = predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
+        comm_s += op.trip_count * one_s
+    return step_s(compute_s, comm_s, predictor.hardware.overlap)
+
+
+def fastest(entries: Sequence[Entry]) -> Entry:
+    """The fastest by the clock; those within noise of it are ordered by prediction, then canonical
+    form.
+    """
+    seconds: dict[str, tuple[float, ...]] = {}
+    for entry in entries:
+        if entry.candidate.measured is not None:
+            seconds[entry.key] = entry.candidate.measured.seconds
+
+    def no_slower(mine: Entry, other: Entry) -> bool:
+        interval = ratio_interval(seconds[mine.key], seconds[other.key])
+        return interval.ratio <= NOISE or interval.low <= 1.0
+
+    tied = []
+    for entry in entries:
+        if all(no_slower(entry, other) for other in entries if other is not entry):
+            tied.append(entry)
+    return min(tied or entries, key=lambda entry: entry.order)
 
 
 def host_bytes() -> int:
@@ -477,18 +499,8 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def one_line(error: BaseException) -> str:
-    """Type and first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300] if text else ''}"
-
-
-def step_s(predictor: Predictor, compute_s: float, ops: Sequence[CollectiveOp]) -> float:
-    """Seconds of a step: these of compute, and a program's collectives priced with the links of the
-    hardware.
-    """
-    comm_s = sum(
-        op.trip_count * predictor.collective_s(op.kind, op.axes, op.full_bytes, op.group_size)
-        for op in ops
+def _mismatch_text(verified: Verified) -> str:
+    return (
+        f"wrong numbers: {verified.leaf} differs from that of the {verified.against} by "
+        f"{verified.max_abs_err:.3g}, tolerance {verified.tolerance:.3g}"
     )
-    return compute_s + comm_s - predictor.hardware.overlap * min(compute_s, comm_s)

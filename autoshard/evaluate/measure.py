@@ -1,6 +1,4 @@
-"""Stage 9, the clock: candidates interleaved round by round (A B C, A B C, ...), medians, hopeless
-ones dropped.
-"""
+"""Wall time: candidates interleaved round by round (A B C, A B C, ...), hopeless ones dropped."""
 
 from __future__ import annotations
 
@@ -14,20 +12,30 @@ import numpy as np
 from autoshard.compiler.compile import Compiled
 from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Measured
-from autoshard.processes.process_group import ALONE, Peers
+from autoshard.processes.process_group import SINGLE_PROCESS, Peers
 from autoshard.text import one_line
 
 WARM_UP = 2
+"""Steps before the first round: the first one allocates, the second one finds its own outputs
+laid out. Without them the first round of some programs takes twice as long."""
+
 MIN_ROUNDS = 7
+"""Rounds at least: with fewer the bootstrap interval of a median is hardly narrower than the data.
+`tests/evaluate/test_measure.py` counts them."""
+
 MAX_ROUNDS = 15
+"""Rounds at most, where the order stays unclear: a tie is decided by prediction then."""
+
 HOPELESS = 2.0
+"""A candidate whose fastest round takes this many times the best median is dropped: noise of shared
+machines does not double the fastest of several rounds."""
+
 RESAMPLES = 2000
+"""Bootstrap resamples; percentile intervals want 1,000 to 2,000 (Efron, Tibshirani 1993)."""
 
 
 class RunError(Exception):
-    """A candidate that compiled does not run (out of memory, say); the race rejects it and goes on
-    with the others.
-    """
+    """A candidate that compiled does not run (out of memory, say)."""
 
     def __init__(self, name: str, error: BaseException) -> None:
         self.name = name
@@ -58,8 +66,8 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Int
     """
     n = min(len(a), len(b))
     x, y = np.asarray(a[:n]), np.asarray(b[:n])
-    picks = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
-    ratios = np.median(x[picks], axis=1) / np.median(y[picks], axis=1)
+    rounds = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))  # the same for both
+    ratios = np.median(x[rounds], axis=1) / np.median(y[rounds], axis=1)
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Interval(float(low), float(np.median(x) / np.median(y)), float(high))
 
@@ -95,8 +103,8 @@ class _Runner:
 
     def _step(self, timed: bool) -> None:
         if self._leaves is None:
-            self._peers.together(self._place)
-        seconds = max(self._peers.together(self._run))
+            self._peers.run_on_all(self._place)
+        seconds = max(self._peers.run_on_all(self._run))
         if timed:
             self.seconds.append(seconds)
 
@@ -120,6 +128,28 @@ class _Runner:
                     self._leaves[source] = outputs[target]
         return seconds
 
+    def warm_up(self) -> None:
+        """Runs a few times before the first round."""
+        for _ in range(WARM_UP):
+            self.step(timed=False)
+        self.rest()
+
+    def run_round(self) -> None:
+        """Runs once by the clock."""
+        if not self._keep:
+            self.step(timed=False)  # inputs made afresh are cold
+        self.step(timed=True)
+        self.rest()
+
+    @property
+    def median_s(self) -> float:
+        """Median of the rounds so far."""
+        return float(np.median(self.seconds))
+
+    def measured(self) -> Measured:
+        """The rounds as evidence."""
+        return Measured(self.median_s, len(self.seconds), tuple(self.seconds))
+
     def rest(self) -> None:
         """Gives the inputs back where not all candidates' inputs fit at the same time."""
         if not self._keep:
@@ -134,7 +164,7 @@ def measure(
     keep_inputs: bool = True,
     late: Callable[[], bool] = lambda: False,
     on_round: Callable[[int, Mapping[str, float]], None] | None = None,
-    peers: Peers = ALONE,
+    peers: Peers = SINGLE_PROCESS,
     sync: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
     """Measures candidates against each other. Of a step on several processes the slowest one's time
@@ -154,39 +184,40 @@ def measure(
     Returns:
         By name; a dropped candidate has fewer rounds.
     """
-    runners = {
-        name: _Runner(name, c, inputs, carry, keep_inputs, peers, sync)
-        for name, c in programs.items()
-    }
+    runners = {}
+    for name, compiled in programs.items():
+        runners[name] = _Runner(name, compiled, inputs, carry, keep_inputs, peers, sync)
     for runner in runners.values():
-        for _ in range(WARM_UP):
-            runner.step(timed=False)
-        runner.rest()
+        runner.warm_up()
+
     active = list(runners)
     for round_number in range(1, MAX_ROUNDS + 1):
         for name in active:
-            if not keep_inputs:
-                runners[name].step(timed=False)  # inputs made afresh are cold
-            runners[name].step(timed=True)
-            runners[name].rest()
-        medians = {name: float(np.median(r.seconds)) for name, r in runners.items()}
+            runners[name].run_round()
+        medians = {name: runner.median_s for name, runner in runners.items()}
         if on_round is not None:
             on_round(round_number, medians)
-        time_is_up = any(
-            peers.together(late)
-        )  # a turn for all to go on, too: one may just have been interrupted
-        best = min(active, key=lambda name: medians[name])
+        # a round for all processes to agree on going on, too: one may just have been interrupted
+        time_is_up = any(peers.run_on_all(late))
+        best = min(active, key=medians.__getitem__)
         if round_number >= 2:
-            active = [n for n in active if min(runners[n].seconds) <= HOPELESS * medians[best]]
-        if round_number >= MIN_ROUNDS:
-            others = [
-                ratio_interval(runners[n].seconds, runners[best].seconds)
-                for n in active
-                if n != best
-            ]
-            if time_is_up or all(i.low > 1.0 for i in others):
-                break
-    return {
-        n: Measured(float(np.median(r.seconds)), len(r.seconds), tuple(r.seconds))
-        for n, r in runners.items()
-    }
+            active = _hopeful(runners, active, HOPELESS * medians[best])
+        if round_number >= MIN_ROUNDS and (time_is_up or _is_clear(runners, active, best)):
+            break
+    return {name: runner.measured() for name, runner in runners.items()}
+
+
+def _hopeful(runners: Mapping[str, _Runner], active: Sequence[str], limit_s: float) -> list[str]:
+    """Those of which some round took no longer than the limit."""
+    return [name for name in active if min(runners[name].seconds) <= limit_s]
+
+
+def _is_clear(runners: Mapping[str, _Runner], active: Sequence[str], best: str) -> bool:
+    """True if every other candidate is slower than the best beyond noise."""
+    for name in active:
+        if name == best:
+            continue
+        interval = ratio_interval(runners[name].seconds, runners[best].seconds)
+        if interval.low <= 1.0:
+            return False
+    return True

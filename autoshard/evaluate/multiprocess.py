@@ -1,12 +1,12 @@
-"""A search by all processes of a mesh (`jax.distributed`): the first one leads, the others do along
-what it says.
+"""A search by all processes of a mesh (`jax.distributed`): the first one leads, the others follow.
 
 Every process makes the same call of `optimize`. Each traces the function; that all of them were
 given the same one, the same mesh and the same values is made sure of first. Then the leader alone
-proposes, ranks, partitions and keeps the study. What is done on the devices (`Bench`) is done by
-all: the leader says what the next step is, and a layout is only taken on if it compiled, ran and
-gave the right numbers on every process; of a time, the slowest process's counts. In the end the
-leader tells the others what was found, so that all return the same plan, or raise the same error.
+proposes, ranks, partitions and keeps the study. What is done on the devices (`DeviceRunner`) is
+done by all: the leader says what the next operation is, and a layout is only taken on if it
+compiled, ran and gave the right numbers on every process; of a time, the slowest process's counts.
+In the end the leader tells the others what came of it, so that all return the same plan, or raise
+the same error.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Outcome:
 
 @contextmanager
 def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[ProcessGroup | None]:
-    """The agreement of the processes whose devices are in the mesh; None where that is this process
+    """The group of the processes whose devices are in the mesh; None where that is this process
     alone.
 
     Args:
@@ -99,15 +99,13 @@ def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[P
     if own not in members:
         raise MeshError(
             f"the mesh has devices of processes {list(members)} only, and this is process {own}. "
-            f"Call optimize in "
-            f"those processes, or give it a mesh over all devices."
+            f"Call optimize in those processes, or give it a mesh over all devices."
         )
     store = coordination.coordination()
     if store is None:
         raise MeshError(
             f"the mesh has devices of processes {list(members)}, which jax.distributed.initialize "
-            f"has not connected. "
-            f"Call it in each of them before anything else."
+            f"has not connected. Call it in each of them before anything else."
         )
     try:
         process_group = ProcessGroup(
@@ -123,35 +121,32 @@ def joined(mesh: MeshInfo, limit_s: float, interrupts: Interrupts) -> Iterator[P
     except GroupEnded as ended:
         raise ProcessesError(
             f"process {own} of {list(members)}: {ended}. All processes must make the same call. "
-            f"With a storage, what "
-            f"was recorded is kept, and the same call goes on from there."
+            f"With a storage, what was recorded is kept, and the same call goes on from there."
         ) from None
 
 
 def identity_of_values(call: Call) -> str:
-    """A checksum of the argument values of which every process has the whole; they must be the
-    same.
-    """
+    """A checksum of the argument values of which every process has the whole."""
     checksum = 0
     for leaf in call.leaves:
-        if isinstance(leaf, jax.ShapeDtypeStruct) or (
-            isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        ):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
             continue
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        host = np.ascontiguousarray(whole(leaf) if isinstance(leaf, jax.Array) else leaf)
-        checksum = zlib.crc32(
-            host.view(np.uint8).reshape(-1).data if host.size and host.dtype.itemsize else b"",
-            checksum,
-        )
+        if isinstance(leaf, jax.Array):
+            if not leaf.is_fully_addressable:
+                continue
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            leaf = whole(leaf)
+        host = np.ascontiguousarray(leaf)
+        if host.size and host.dtype.itemsize:
+            checksum = zlib.crc32(host.view(np.uint8).reshape(-1).data, checksum)
     return f"{checksum:08x}"
 
 
 @dataclass(eq=False)
 class MultiProcessRunner(DeviceRunner):
-    """A bench on which all processes work; for the leader. Its methods tell the others, and do it
-    here as well.
+    """The devices of all processes; for the leader. Its methods tell the followers, and do it here
+    as well.
     """
 
     process_group: ProcessGroup = field(kw_only=True)
@@ -160,7 +155,7 @@ class MultiProcessRunner(DeviceRunner):
 
     @contextmanager
     def _step(self, what: str, **arguments: Any) -> Iterator[None]:
-        with self.interrupts.held(), self.process_group.step(on_devices=what in ON_DEVICES):
+        with self.interrupts.held(), self.process_group.operation(on_devices=what in ON_DEVICES):
             self.process_group.command(what, forget=self._forgotten, **arguments)
             self._forgotten = []
             yield
@@ -177,33 +172,36 @@ class MultiProcessRunner(DeviceRunner):
         built: Built | None,
         time_of: Callable[[Sequence[Any]], float] | None,
     ) -> Compiled:
-        """Compiles a layout on all processes; see `Bench`."""
+        """Compiles a layout on all processes; see `DeviceRunner`."""
         with self._step("compile", key=key, rules=_plain(layout.rules), inside=layout.inside):
-            self.process_group.together(
+            self.process_group.run_on_all(
                 lambda: _done(DeviceRunner.compile(self, key, layout, built, time_of))
             )
         return self.compiled[key]
 
     def set_reference(self, other: str | None, name: str) -> None:
-        """Runs what is compared with; see `Bench`."""
-        with self._step("refer", other=other, called=name):
-            self.process_group.together(lambda: DeviceRunner.set_reference(self, other, name))
+        """Runs what is compared with; see `DeviceRunner`."""
+        with self._step("set_reference", other=other, other_name=name):
+            self.process_group.run_on_all(lambda: DeviceRunner.set_reference(self, other, name))
 
     def compare(self, key: str) -> Compared:
-        """Compares on each process what it has of the outputs; see `Bench`."""
+        """Compares on each process what it has of the outputs; see `DeviceRunner`."""
         with self._step("compare", key=key):
             return _worst(
-                self.process_group.together(lambda: _plain(DeviceRunner.compare(self, key)))
+                self.process_group.run_on_all(lambda: _plain(DeviceRunner.compare(self, key)))
             )
 
     def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
-        """The same at smaller sizes; see `Bench`."""
+        """The same at smaller sizes; see `DeviceRunner`."""
         with self._step("compare_small", rules=_plain(layout.rules), inside=layout.inside):
-            answers = self.process_group.together(
+            answers = self.process_group.run_on_all(
                 lambda: _plain(DeviceRunner.compare_small(self, layout))
             )
-        refused = [answer for answer in answers if isinstance(answer, str)]
-        return refused[0] if refused else (_worst([found for found, _ in answers]), answers[0][1])
+        for answer in answers:
+            if isinstance(answer, str):
+                return answer
+        _, factor = answers[0]
+        return _worst([compared for compared, _ in answers]), factor
 
     def measure(
         self,
@@ -212,20 +210,20 @@ class MultiProcessRunner(DeviceRunner):
         late: Callable[[], bool],
         on_round: Callable[[int, Mapping[str, float]], None] | None,
     ) -> dict[str, Measured]:
-        """Times layouts on all processes; see `Bench`."""
+        """Times layouts on all processes; see `DeviceRunner`."""
         with self._step("measure", keys=dict(keys), keep_inputs=keep_inputs):
             return DeviceRunner.measure(self, keys, keep_inputs, late, on_round)
 
 
-ON_DEVICES = frozenset({"refer", "compare", "compare_small", "measure"})
+ON_DEVICES = frozenset({"set_reference", "compare", "compare_small", "measure"})
 
 
 def follow(process_group: ProcessGroup, runner: DeviceRunner, interrupts: Interrupts) -> Outcome:
-    """Does along what the leader says, until it tells what came of the search.
+    """Does what the leader says, until it tells what came of the search.
 
     Raises:
         AutoshardError: The leader's.
-        Ended: If the leader ended otherwise.
+        GroupEnded: If the leader ended otherwise.
     """
     with interrupts.held():
         while True:
@@ -240,11 +238,10 @@ def follow(process_group: ProcessGroup, runner: DeviceRunner, interrupts: Interr
             for key in arguments.pop("forget"):
                 runner.forget(key)
             try:
-                with process_group.step(on_devices=name in ON_DEVICES):
+                with process_group.operation(on_devices=name in ON_DEVICES):
                     _follow_step(process_group, runner, name, arguments)
-            except (
-                Exception
-            ) as error:  # the leader knows as well: of a layout, what failed on one process failed
+            except Exception as error:
+                # the leader knows as well: of a layout, what failed on one process failed on all
                 log.info("%s: %s", name, error)
 
 
@@ -259,17 +256,17 @@ def _follow_step(
         )
 
     if name == "compile":
-        process_group.together(
+        process_group.run_on_all(
             lambda: _done(runner.compile(arguments["key"], layout(), None, None))
         )
-    elif name == "refer":
-        process_group.together(
-            lambda: runner.set_reference(arguments["other"], arguments["called"])
+    elif name == "set_reference":
+        process_group.run_on_all(
+            lambda: runner.set_reference(arguments["other"], arguments["other_name"])
         )
     elif name == "compare":
-        process_group.together(lambda: _plain(runner.compare(arguments["key"])))
+        process_group.run_on_all(lambda: _plain(runner.compare(arguments["key"])))
     elif name == "compare_small":
-        process_group.together(lambda: _plain(runner.compare_small(layout())))
+        process_group.run_on_all(lambda: _plain(runner.compare_small(layout())))
     elif name == "measure":
         runner.measure(arguments["keys"], arguments["keep_inputs"], lambda: False, None)
     else:
@@ -280,17 +277,18 @@ def _done(compiled: Compiled) -> None:
     """What other processes are told of a compiled program: that there is one."""
 
 
-def _plain(found: Any) -> Any:
-    return msgspec.to_builtins(found)
+def _plain(answer: Any) -> Any:
+    """An answer as plain builtins, to be sent."""
+    return msgspec.to_builtins(answer)
 
 
 def _worst(answers: Sequence[Any]) -> Compared:
     """Of what each process says of its part of the outputs, what is farthest off; all must
     agree.
     """
-    found = msgspec.convert(list(answers), list[Compared])
-    worst = max(found, key=lambda compared: compared.badness)
-    return Compared(worst.found, all(compared.agrees for compared in found))
+    compared = msgspec.convert(list(answers), list[Compared])
+    worst = max(compared, key=lambda one: one.verified.in_tolerances)
+    return Compared(worst.verified, all(one.agrees for one in compared))
 
 
 def identity_of(prepared: Prepared, identity: Mapping[str, str]) -> dict[str, str]:

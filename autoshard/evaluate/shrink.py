@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,6 +19,7 @@ from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.errors import AutoshardError
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared, prepare
+from autoshard.tracing.signature import Call
 
 SMALLEST = 4
 """No dimension becomes smaller: below, jax writes another program (dimensions of size 1 are
@@ -41,52 +43,64 @@ class Shrunk:
 
 def shrink(prepared: Prepared, layout: Layout) -> Shrunk | str:
     """The layout at smaller sizes, or why there is none."""
-    axes, call = prepared.problem.logical_axes.classes, prepared.traced.call
     divisors = _divisors(layout)
     factor = max(divisors.values(), default=1)
     if factor == 1:
         return "no dimension can be divided"
-    avals = []
-    for value, aval in zip(axes.program.body.inputs, call.avals, strict=True):
-        dims = axes.of_value[value.index]
-        shape = tuple(
-            size // divisors.get(axis, 1) for axis, size in zip(dims, aval.shape, strict=True)
-        )
-        avals.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type)))
     try:
-        small = prepare(prepared.request, replace(call, leaves=tuple(avals), avals=tuple(avals)))
-        known = {logical_axis.name for logical_axis in small.problem.logical_axes.axes}
-        rules = tuple(rule for rule in layout.rules if rule.logical_axis in known)
-        derived = Layout(small.problem, rules, layout.inside)
-        specs = derived.input_specs()
+        small = prepare(prepared.request, _divided(prepared, divisors))
+        names = {logical_axis.name for logical_axis in small.problem.logical_axes.axes}
+        rules = tuple(rule for rule in layout.rules if rule.logical_axis in names)
+        small_layout = Layout(small.problem, rules, layout.inside)
+        specs = small_layout.input_specs()
     except AutoshardError as error:
         return f"it cannot be traced at smaller sizes ({str(error).splitlines()[0][:120]})"
-    if [e.primitive for e in small.traced.program.eqns] != [e.primitive for e in axes.program.eqns]:
+    if _primitives(small) != _primitives(prepared):
         return "it is another program at smaller sizes"
     if specs != layout.input_specs():
         return "its specs differ at smaller sizes"
-    return Shrunk(small, derived, factor)
+    return Shrunk(small, small_layout, factor)
+
+
+def _divided(prepared: Prepared, divisors: Mapping[int, int]) -> Call:
+    """The call with every dimension divided by the divisor of its axis class."""
+    classes, call = prepared.problem.logical_axes.classes, prepared.traced.call
+    avals = []
+    for value, aval in zip(classes.program.body.inputs, call.avals, strict=True):
+        shape = []
+        for axis, size in zip(classes.of_value[value.index], aval.shape, strict=True):
+            shape.append(size // divisors.get(axis, 1))
+        avals.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type)))
+    return replace(call, leaves=tuple(avals), avals=tuple(avals))
+
+
+def _primitives(prepared: Prepared) -> list[str]:
+    return [eqn.primitive for eqn in prepared.traced.program.eqns]
 
 
 def _divisors(layout: Layout) -> dict[int, int]:
-    """By axis class, what all its sizes are divided by."""
+    """By axis class, what all its sizes are divided by; those of pinned values stay as they are."""
     logical_axes, mesh_axes = layout.problem.logical_axes, layout.problem.mesh_axes
-    pieces: dict[str, int] = defaultdict(lambda: 1)
+    shards: dict[str, int] = defaultdict(lambda: 1)
     for rule in layout.rules:
-        pieces[rule.logical_axis] *= mesh_axes[rule.mesh_axis]
+        shards[rule.logical_axis] *= mesh_axes[rule.mesh_axis]
+
     sizes: dict[int, set[int]] = defaultdict(set)
     pinned: set[int] = set()
-    for value in logical_axes.classes.program.values:
-        for axis, size in zip(logical_axes.classes.of_value[value.index], value.shape, strict=True):
-            if axis != NO_AXIS:
-                sizes[axis].add(size)
-                if value.index in layout.problem.pins:
-                    pinned.add(axis)
+    classes = logical_axes.classes
+    for value in classes.program.values:
+        for axis, size in zip(classes.of_value[value.index], value.shape, strict=True):
+            if axis == NO_AXIS:
+                continue
+            sizes[axis].add(size)
+            if value.index in layout.problem.pins:
+                pinned.add(axis)
+
     divisors = {}
     for axis, all_sizes in sizes.items():
-        need = pieces[logical_axes.axes[logical_axes.of_class[axis]].name]
+        name = logical_axes.axes[logical_axes.of_class[axis]].name
         common = math.gcd(*all_sizes)
-        keep = need * -(-SMALLEST // need)
+        keep = shards[name] * -(-SMALLEST // shards[name])  # the least multiple that is enough
         if axis not in pinned and common % keep == 0:
             divisors[axis] = common // keep
     return divisors

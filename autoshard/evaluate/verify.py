@@ -1,5 +1,4 @@
-"""Stage 9: is it right? Outputs of a layout against those of the unsharded compiled function, from
-one trace.
+"""Is it right? Outputs of a layout against those of the unsharded function, from one trace.
 
 What counts as equal follows from the function itself, not from a fixed tolerance. Sharding changes
 the order of sums, so each float leaf may differ by `FACTOR * eps * sqrt(longest sum)` of its own
@@ -29,16 +28,30 @@ from autoshard.compiler.transfer import whole
 from autoshard.evaluate.inputs import Inputs
 from autoshard.evidence.candidate import Verified
 from autoshard.layout.mesh import MeshInfo
+from autoshard.tracing.program import Value
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.trace import Traced
 
 FACTOR = 16.0
+"""Times the rounding of the longest sum, which grows with the root of its length (Higham 2002,
+section 4.2, for random errors): a few sums follow each other in one step.
+`tests/evaluate/test_verify.py` has the false alarms below it and the wrong numbers above it."""
+
 LOW_FACTOR = 4.0
+"""Roundings to the lowest precision on a path of the program; few enough that a sum counted twice
+is seen in bfloat16 too (`tests/evaluate/test_verify.py`)."""
+
 COARSEST = 0.25
 """However low the precision (float8_e5m2 has an epsilon of 0.25), a lost shard or a sum counted
 twice must be seen."""
+
 DRIFT_FACTOR = 4.0
+"""Times what one unit in the last place of the inputs changes: reordering moves a sum by a few
+units. `tests/evaluate/test_verify.py` has an optimizer with tiny second moments."""
+
 NUDGES = 3
+"""Random nudges: with one, half of the near ties of an argmax would not move
+(`tests/evaluate/test_verify.py`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,36 +74,38 @@ class Reference:
     paths: tuple[str, ...]
 
     def compare(self, outputs: Sequence[Any]) -> tuple[Verified, bool]:
-        """(evidence, whether all leaves agree)."""
+        """(the leaf that is farthest off, whether all leaves agree)."""
         worst = Verified(0.0, self.tolerance[0] if self.tolerance else 0.0, self.against, "")
-        ratio, agrees = -1.0, True
-        for path, want, got, tolerance, unstable in zip(
-            self.paths, self.outputs, outputs, self.tolerance, self.unstable, strict=True
-        ):
-            error = max(
-                (
-                    _error(want[at], piece, None if unstable is None else unstable[at])
-                    for at, piece in pieces_of(got)
-                ),
-                default=0.0,
-            )
-            here = error / tolerance if tolerance > 0 else (math.inf if error > 0 else 0.0)
+        worst_ratio, agrees = -1.0, True
+        for number, output in enumerate(outputs):
+            error, tolerance = self._largest_error(number, output), self.tolerance[number]
             agrees &= error <= tolerance
-            if here > ratio:
-                ratio, worst = here, Verified(error, tolerance, self.against, path)
+            leaf = Verified(error, tolerance, self.against, self.paths[number])
+            if leaf.in_tolerances > worst_ratio:
+                worst, worst_ratio = leaf, leaf.in_tolerances
         return worst, agrees
 
+    def _largest_error(self, number: int, output: Any) -> float:
+        """Of what this process has of an output leaf."""
+        wanted, unstable = self.outputs[number], self.unstable[number]
+        largest = 0.0
+        for index, shard in shards_of(output):
+            may_differ = None if unstable is None else unstable[index]
+            largest = max(largest, _error(wanted[index], shard, may_differ))
+        return largest
 
-def pieces_of(leaf: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """(index, value) of the pieces of a leaf that this process has: the whole, or its shards where
-    others have some.
+
+def shards_of(leaf: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """(index, value) of what this process has of a leaf: the whole, or its shards where others have
+    some.
     """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         yield ..., to_numpy(leaf)
         return
     seen = set()
     for shard in leaf.addressable_shards:
-        if (where := str(shard.index)) not in seen:
+        where = str(shard.index)
+        if where not in seen:
             seen.add(where)
             yield shard.index, to_numpy(shard.data)
 
@@ -110,39 +125,56 @@ def to_numpy(leaf: Any) -> np.ndarray:
     return host
 
 
-def _error(want: np.ndarray, got: np.ndarray, unstable: np.ndarray | None) -> float:
+def _error(wanted: np.ndarray, output: np.ndarray, unstable: np.ndarray | None) -> float:
     """Largest difference; inf where shapes or NaNs disagree. Where `unstable` is True an integer
     may differ.
     """
-    if want.shape != got.shape:
+    if wanted.shape != output.shape:
         return math.inf
-    if not want.size:
+    if not wanted.size:
         return 0.0
-    if not np.issubdtype(want.dtype, np.inexact):
-        differs = want != got
-        if unstable is not None:
-            differs = differs & ~unstable
-        if not differs.any():
-            return 0.0
-        wide = np.abs(want.astype(np.float64) - got.astype(np.float64))
-        return float(np.where(differs, np.maximum(wide, 1.0), 0.0).max())
-    both = np.isfinite(want) & np.isfinite(got)
-    same = (want == got) | (np.isnan(want) & np.isnan(got))
-    if not (both | same).all():
+    if np.issubdtype(wanted.dtype, np.inexact):
+        return _float_error(wanted, output)
+    return _integer_error(wanted, output, unstable)
+
+
+def _integer_error(wanted: np.ndarray, output: np.ndarray, unstable: np.ndarray | None) -> float:
+    differs = wanted != output
+    if unstable is not None:
+        differs = differs & ~unstable
+    if not differs.any():
+        return 0.0
+    distance = np.abs(wanted.astype(np.float64) - output.astype(np.float64))
+    # large integers may be equal as floats
+    return float(np.where(differs, np.maximum(distance, 1.0), 0.0).max())
+
+
+def _float_error(wanted: np.ndarray, output: np.ndarray) -> float:
+    finite = np.isfinite(wanted) & np.isfinite(output)
+    same = (wanted == output) | (np.isnan(wanted) & np.isnan(output))
+    if not (finite | same).all():
         return math.inf
-    accurate: Any = np.complex128 if np.iscomplexobj(want) else np.float64
+    accurate: Any = np.complex128 if np.iscomplexobj(wanted) else np.float64
     with np.errstate(invalid="ignore"):
-        return float(
-            np.where(both, np.abs(want.astype(accurate) - got.astype(accurate)), 0.0).max()
-        )
+        distance = np.abs(wanted.astype(accurate) - output.astype(accurate))
+        return float(np.where(finite, distance, 0.0).max())
 
 
 def epsilon_of(classes: AxisClasses) -> float:
     """Machine epsilon of the lowest float precision that anything in the program is computed in."""
-    computed = (value for eqn in classes.program.eqns for value in eqn.outputs)
-    names = {v.dtype for v in computed if v.shape or v.dtype not in ("float32", "float64")}
-    floats = [n for n in names if n.startswith(("float", "bfloat", "complex")) and n != "float0"]
-    return max(map(epsilon, floats), default=0.0)
+    lowest = 0.0
+    for dtype in {value.dtype for value in _computed(classes)}:
+        if dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0":
+            lowest = max(lowest, epsilon(dtype))
+    return lowest
+
+
+def _computed(classes: AxisClasses) -> Iterator[Value]:
+    """Results of equations, but for scalars of the usual precisions (counters, learning rates)."""
+    for eqn in classes.program.eqns:
+        for value in eqn.outputs:
+            if value.shape or value.dtype not in ("float32", "float64"):
+                yield value
 
 
 def epsilon(dtype: Any) -> float:
@@ -159,11 +191,10 @@ def longest_sum(classes: AxisClasses) -> int:
         rule = classes.rules[eqn.index]
         if rule.combine == ARG_REDUCTION:
             continue
-        terms = math.prod(
-            size
-            for (_, size), kind in zip(factors, rule.kinds, strict=True)
-            if kind is FactorKind.REDUCTION
-        )
+        terms = 1
+        for (_, size), kind in zip(factors, rule.kinds, strict=True):
+            if kind is FactorKind.REDUCTION:
+                terms *= size
         longest = max(longest, terms)
     return longest
 
@@ -216,35 +247,42 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> ReferenceFuncti
 def reference_of(
     reference_function: ReferenceFunction, classes: AxisClasses, inputs: Inputs
 ) -> Reference:
-    """Runs a trusted way, and again with every float input nudged by one unit in the last place."""
+    """Runs a reference function, and again with every float input nudged by one unit in the last
+    place.
+    """
     run, shardings = reference_function.run, reference_function.shardings
     outputs = [to_numpy(leaf) for leaf in run(*inputs.place(shardings))]
     nudged = [_nudged(run, inputs, shardings, seed) for seed in range(NUDGES)]
     rounding = rounding_of(classes)
     tolerances: list[float] = []
     unstable: list[np.ndarray | None] = []
-    for i, want in enumerate(outputs):
-        if not np.issubdtype(want.dtype, np.inexact):
-            moved = np.zeros(want.shape, bool)
-            for other in nudged:
-                moved |= other[i] != want
+    for number, wanted in enumerate(outputs):
+        others = [leaves[number] for leaves in nudged]
+        if np.issubdtype(wanted.dtype, np.inexact):
+            unstable.append(None)
+            tolerances.append(_tolerance(wanted, others, rounding))
+        else:
+            moved = np.asarray(np.any([other != wanted for other in others], axis=0))
             unstable.append(moved if moved.any() else None)
             tolerances.append(0.0)
-            continue
-        finite: Any = np.abs(want[np.isfinite(want)])
-        scale = float(finite.max(initial=0.0))
-        drift = [_error(want, other[i], None) for other in nudged]
-        drift = [d for d in drift if math.isfinite(d)]
-        unstable.append(None)
-        tolerances.append(
-            rounding * scale
-            + DRIFT_FACTOR * max(drift, default=0.0)
-            + float(np.finfo(np.float32).tiny)
-        )
-    paths = classes.program.output_paths
     return Reference(
-        tuple(outputs), tuple(unstable), tuple(tolerances), reference_function.against, paths
+        tuple(outputs),
+        tuple(unstable),
+        tuple(tolerances),
+        reference_function.against,
+        classes.program.output_paths,
     )
+
+
+def _tolerance(wanted: np.ndarray, nudged: Sequence[np.ndarray], rounding: float) -> float:
+    """How far a float leaf may be off: by rounding relative to its scale, and by what nudged inputs
+    change.
+    """
+    finite: Any = np.abs(wanted[np.isfinite(wanted)])
+    scale = float(finite.max(initial=0.0))
+    drifts = [_error(wanted, other, None) for other in nudged]
+    drift = max((d for d in drifts if math.isfinite(d)), default=0.0)
+    return rounding * scale + DRIFT_FACTOR * drift + float(np.finfo(np.float32).tiny)
 
 
 def _nudged(
@@ -257,17 +295,15 @@ def _nudged(
     leaves: list[jax.Array] = []
     for leaf in inputs.place(shardings):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            scale = 1.0 + epsilon(leaf.dtype) * rng.integers(-1, 2, leaf.shape)
-            moved = [
-                jax.device_put(
-                    (np.asarray(s.data).astype(np.float64) * scale[s.index]).astype(leaf.dtype),
-                    s.device,
-                )
-                for s in leaf.addressable_shards
-            ]
-            leaves.append(
-                jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved)
-            )
-        else:
-            leaves.append(leaf)
-    return [to_numpy(out) for out in run(*leaves)]
+            leaf = _nudged_leaf(leaf, rng)
+        leaves.append(leaf)
+    return [to_numpy(output) for output in run(*leaves)]
+
+
+def _nudged_leaf(leaf: jax.Array, rng: np.random.Generator) -> jax.Array:
+    scale = 1.0 + epsilon(leaf.dtype) * rng.integers(-1, 2, leaf.shape)
+    shards = []
+    for shard in leaf.addressable_shards:
+        moved = np.asarray(shard.data).astype(np.float64) * scale[shard.index]
+        shards.append(jax.device_put(moved.astype(leaf.dtype), shard.device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)

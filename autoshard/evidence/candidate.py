@@ -5,6 +5,7 @@ exception.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -112,6 +113,13 @@ class Verified:
     against: str
     leaf: str
 
+    @property
+    def in_tolerances(self) -> float:
+        """The error in tolerances; more than 1 does not agree."""
+        if self.tolerance > 0:
+            return self.max_abs_err / self.tolerance
+        return math.inf if self.max_abs_err > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -165,6 +173,17 @@ class Candidate:
     def rejected(self) -> bool:
         """True for one that is out of the search, for a `reason`."""
         return self.status is Status.REJECTED
+
+    def named_as(self, other: Candidate) -> Candidate:
+        """This candidate under the name and with the prediction that another of its layout has."""
+        return replace(
+            self,
+            name=other.name,
+            origin=other.origin,
+            preset=other.preset,
+            rules=other.rules,
+            predicted=other.predicted,
+        )
 
     def reject(self, reason: str) -> Candidate:
         """This candidate, rejected."""

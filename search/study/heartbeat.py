@@ -1,10 +1,10 @@
-"""Shows that a worker lives: a process of its own that beats for the claim its worker holds,
-whatever that one does.
+"""Shows that a worker lives: a process of its own renews the heartbeat of the claim that its worker
+holds, whatever that one does.
 
 A worker deep in a compiler may hold the interpreter's lock for minutes, so no thread of it can be
-relied on. This process is told on its standard input which trial to beat for, and ends with its
+relied on. This process is told on its standard input which trial to keep alive, and ends with its
 worker, when that pipe closes. It does not answer to the signals by which a whole process group is
-pre-empted: its worker first hands its claim back.
+pre-empted: its worker first releases its claim.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 
+from autoshard.processes.child import START_LIMIT_S, kill
 from autoshard.search.study.storage import is_away, open_storage
 
 WITHOUT_JAX = """
@@ -31,32 +33,31 @@ package = types.ModuleType("autoshard")
 package.__path__ = [sys.argv.pop(1)]
 sys.modules["autoshard"] = package
 """
-"""Makes `autoshard.search` importable alone: autoshard itself imports jax, which takes most of a
-start."""
+"""Makes `autoshard.search` importable alone: autoshard itself imports jax, which takes most of a start."""
 
 PROGRAM = WITHOUT_JAX + "from autoshard.search.study.heartbeat import main; main()"
 
-BEAT = "beat"
-BEATS_PER_LEASE = 4
+HEARTBEAT = "heartbeat"
+"""Attribute of a claim that changes with each heartbeat; its value means nothing to others."""
 
-START_LIMIT_S = 120.0
-"""Starting takes a second or two from a local disk; a busy machine and a network file system are
-allowed for."""
+HEARTBEATS_PER_LEASE = 4
+"""Three may be lost or late before a claim is stale. Chosen by hand; with 1,
+`test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim` fails now and then."""
 
 log = logging.getLogger("autoshard.jobs")
 
 
 class Heartbeat:
-    """The worker's end: starts the process, and says what to beat for."""
+    """The worker's end: starts the process, and says which claim to keep alive."""
 
     def __init__(self, where: str, lease_s: float) -> None:
         """Starts it.
 
         Args:
             where: The storage, as `open_storage` takes it.
-            lease_s: A claim without a beat for this long is given to another.
+            lease_s: A claim without a heartbeat for this long is given to another.
         """
-        self._first = {"storage": where, "interval_s": lease_s / BEATS_PER_LEASE}
+        self._settings = {"storage": where, "interval_s": lease_s / HEARTBEATS_PER_LEASE}
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._start()
@@ -69,27 +70,38 @@ class Heartbeat:
             )
         except OSError as error:
             log.warning(
-                "no process to beat could be started (%s); a long task may be given to another "
-                "worker",
+                "no process for the heartbeat could be started (%s); a long task may be given to "
+                "another worker",
                 error,
             )
             self._process = None
             return
         self._ready = False
-        self._tell(self._first)
+        self._send(self._settings)
 
     def wait(self) -> None:
-        """Waits until it can beat: a claim made before would be stale before its first beat."""
+        """Waits until it has opened the storage: a claim made before could be stale before its
+        first heartbeat.
+        """
         if self._ready or self._process is None or self._process.stdout is None:
             return
         self._ready = True
         ready, _, _ = select.select([self._process.stdout], [], [], START_LIMIT_S)
         if not ready or not os.read(self._process.stdout.fileno(), 1):
             log.warning(
-                "the process to beat did not start; a long task may be given to another worker"
+                "the process for the heartbeat did not start; a long task may be given to another "
+                "worker"
             )
 
-    def _tell(self, message: dict[str, Any]) -> bool:
+    def keep_alive(self, trial_id: int | None) -> None:
+        """Renews the heartbeat of this trial from now on, or of none."""
+        if not self._send({"trial_id": trial_id}) and trial_id is not None:
+            self.close()
+            self._start()
+            self._send({"trial_id": trial_id})
+
+    def _send(self, message: dict[str, Any]) -> bool:
+        """Sends a message; False where nobody is there to read it."""
         if self._process is None or self._process.stdin is None:
             return False
         try:
@@ -99,31 +111,48 @@ class Heartbeat:
             return False
         return True
 
-    def beat_for(self, trial_id: int | None) -> None:
-        """Beats for this trial from now on, or for none."""
-        if not self._tell({"trial_id": trial_id}) and trial_id is not None:
-            self.close()
-            self._start()
-            self._tell({"trial_id": trial_id})
-
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.kill()
-            self._process.wait()
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            if self._process.stdout is not None:
-                self._process.stdout.close()
-            self._process = None
+        if self._process is None or self._process.stdin is None:
+            return
+        kill(self._process)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
 
 
-def beat(storage: BaseStorage, trial_id: int) -> bool:
-    """Beats once; False where the claim is over. A storage that is away is tried again at the next
-    beat.
+@dataclass
+class _Orders:
+    """What the worker has said so far, in the process for the heartbeat."""
+
+    storage: BaseStorage | None = None
+    interval_s: float = 1.0
+    trial_id: int | None = None
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Notes a message of the worker, and says so once the storage is open."""
+        if "storage" in message:
+            self.storage, self.interval_s = open_storage(message["storage"]), message["interval_s"]
+            os.write(sys.stdout.fileno(), b"\n")
+        else:
+            self.trial_id = message["trial_id"]
+
+    def beat(self) -> None:
+        """Renews the heartbeat of the claim, if there is one, until it is over."""
+        if self.storage is None or self.trial_id is None:
+            return
+        if not renew(self.storage, self.trial_id):
+            self.trial_id = None
+
+
+def renew(storage: BaseStorage, trial_id: int) -> bool:
+    """Renews a heartbeat once; False where the claim is over. A storage that is away is tried again
+    at the next one.
     """
     try:
-        storage.set_trial_user_attr(trial_id, BEAT, time.time_ns())
+        storage.set_trial_user_attr(trial_id, HEARTBEAT, time.time_ns())
     except (UpdateFinishedTrialError, KeyError):
         return False
     except Exception as error:
@@ -133,27 +162,22 @@ def beat(storage: BaseStorage, trial_id: int) -> bool:
 
 
 def main() -> None:
-    """Beats until standard input closes."""
+    """Renews heartbeats until standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    orders = _Orders()
     source, pending = sys.stdin.fileno(), b""
-    storage: BaseStorage | None = None
-    interval_s, trial_id = 1.0, None
     while True:
-        ready, _, _ = select.select([source], [], [], interval_s if trial_id is not None else None)
+        wait_s = None if orders.trial_id is None else orders.interval_s
+        ready, _, _ = select.select([source], [], [], wait_s)
         if ready:
             read = os.read(source, 65536)
             if not read:
                 return
             *lines, pending = (pending + read).split(b"\n")
-            for message in map(json.loads, lines):
-                if "storage" in message:
-                    storage, interval_s = open_storage(message["storage"]), message["interval_s"]
-                    os.write(sys.stdout.fileno(), b"\n")
-                else:
-                    trial_id = message["trial_id"]
-        if storage is not None and trial_id is not None and not beat(storage, trial_id):
-            trial_id = None
+            for line in lines:
+                orders.take(json.loads(line))
+        orders.beat()
 
 
 if __name__ == "__main__":

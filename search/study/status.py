@@ -1,23 +1,28 @@
-"""How a shared study stands: what is done, what runs where, the best so far, what was rejected and
-why, time left.
+"""The status of a shared study: what is done, what runs where, the best so far, what was rejected
+and why, time left.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from autoshard.evidence.candidate import Candidate
-from autoshard.search.study.claims import StudyTrial, claim_of
-from autoshard.search.study.shared_evaluation import candidates_of
-from autoshard.search.study.task_queue import Tasks
+from autoshard.search.study.claims import Claims, StudyTrial, claim_of
+from autoshard.search.study.shared_study import candidates_of
+from autoshard.search.study.task_id import COMPILATIONS, EVALUATIONS
+from autoshard.search.study.task_queue import TaskQueue
 from autoshard.text import seconds_text
 
-COUNTED = ("compile", "full", "quick")
-"""Rungs on which one task is one evaluation of a candidate."""
+COMPILED_PURPOSES = ("compiled", "next", "smallest")
+"""Purposes for which candidates are chosen to be compiled."""
+
+PACE_WINDOW_S = 3600.0
+"""The pace is that of the last hour: long enough for compilations of minutes, and what joins or
+leaves is seen soon. Chosen by hand; no test depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class StudyStatus:
     Attributes:
         evaluated: Candidates compiled or rejected.
         wanted: Candidates chosen for compiling; 0 where that is not decided yet.
-        running: Tasks in work.
+        running: Tasks in hand.
         best: The best candidate so far, measured if any is.
         rejected: Name and reason.
         per_hour: Evaluations of the last hour's pace; 0 before the second.
@@ -55,41 +60,56 @@ class StudyStatus:
     deaths: int
 
 
-def status_of(tasks: Tasks, now_s: float | None = None) -> StudyStatus:
-    """How a study stands now.
+def status_of(queue: TaskQueue, now_s: float | None = None) -> StudyStatus:
+    """The status of a study now.
 
     Args:
-        tasks: Of the study.
+        queue: Of the study.
         now_s: Seconds since the epoch, for how long things run; by default this machine's clock.
     """
     now_s = time.time() if now_s is None else now_s
-    claims = tasks.read()
-    found: dict[str, Candidate] = {}
-    done: list[StudyTrial] = []
-    wanted: set[str] = set()
-    for task, trial in claims.results.items():
-        rung, _, rest = task.partition(" ")
-        if rung == "choice" and rest.split()[0] in ("compiled", "next", "smallest"):
-            wanted |= set(claims.record(task))
-        elif rung in (*COUNTED, "verify", "measure"):
-            found |= candidates_of(claims.record(task))
-            if rung in COUNTED:
-                done.append(trial)
-    alive = [t for t in found.values() if not t.rejected and t.compiled is not None]
-    measured = [t for t in alive if t.measured is not None]
-    pace = _per_hour(done)
-    evaluated = {claim.task.partition(" ")[2] for t in done if (claim := claim_of(t)) is not None}
+    claims = queue.read()
+    candidates = _candidates(claims)
+    rejected = [candidate for candidate in candidates.values() if candidate.rejected]
+    wanted = _wanted(claims)
+    compilations = [task_id for task_id in claims.results if task_id.kind in COMPILATIONS]
+    evaluated = {task_id.key for task_id in compilations}
+    per_hour = _per_hour([claims.results[task_id] for task_id in compilations])
     left = len(wanted - evaluated)
     return StudyStatus(
         evaluated=len(evaluated),
         wanted=len(wanted),
-        running=tuple(_running(c, now_s) for c in claims.claims.values()),
-        best=min(measured or alive, key=_seconds, default=None),
-        rejected=tuple((t.name, t.reason.splitlines()[0]) for t in found.values() if t.rejected),
-        per_hour=pace,
-        left_s=left / pace * 3600 if pace and wanted else None,
-        deaths=sum(claims.deaths.values()),
+        running=tuple(_running(trial, now_s) for trial in claims.live.values()),
+        best=_best(candidates),
+        rejected=tuple((c.name, c.reason.splitlines()[0]) for c in rejected),
+        per_hour=per_hour,
+        left_s=left / per_hour * 3600 if per_hour and wanted else None,
+        deaths=claims.deaths.total(),
     )
+
+
+def _wanted(claims: Claims) -> set[str]:
+    """Keys of the candidates that were chosen to be compiled."""
+    keys: set[str] = set()
+    for task_id in claims.results:
+        if task_id.purpose in COMPILED_PURPOSES:
+            keys.update(claims.record(task_id))
+    return keys
+
+
+def _candidates(claims: Claims) -> dict[str, Candidate]:
+    """What is recorded of each candidate, by key: the last record of it."""
+    candidates: dict[str, Candidate] = {}
+    for task_id in claims.results:
+        if task_id.kind in EVALUATIONS:
+            candidates.update(candidates_of(claims.record(task_id)))
+    return candidates
+
+
+def _best(candidates: Mapping[str, Candidate]) -> Candidate | None:
+    compiled = [c for c in candidates.values() if not c.rejected and c.compiled is not None]
+    measured = [c for c in compiled if c.measured is not None]
+    return min(measured or compiled, key=_seconds, default=None)
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -98,43 +118,52 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.compiled.time_s if candidate.compiled is not None else float("inf")
 
 
-def _running(claim: StudyTrial, now_s: float) -> Running:
-    start = claim.datetime_start
+def _running(trial: StudyTrial, now_s: float) -> Running:
+    start = trial.datetime_start
     for_s = max(0.0, now_s - start.timestamp()) if isinstance(start, datetime) else 0.0
-    made = claim_of(claim)
-    return Running("?", "?", for_s) if made is None else Running(made.title, made.owner, for_s)
+    claim = claim_of(trial)
+    return Running("?", "?", for_s) if claim is None else Running(claim.title, claim.owner, for_s)
 
 
 def _per_hour(done: Sequence[StudyTrial]) -> float:
+    """Evaluations an hour, from the ends of those of the last hour; 0 where there is no pace yet."""
     ends = sorted(t.datetime_complete.timestamp() for t in done if t.datetime_complete is not None)
-    recent = [end for end in ends if ends[-1] - end <= 3600]
-    return (
-        (len(recent) - 1) / (recent[-1] - recent[0]) * 3600
-        if len(recent) > 1 and recent[-1] > recent[0]
-        else 0.0
-    )
+    recent = [end for end in ends if ends[-1] - end <= PACE_WINDOW_S]
+    if len(recent) < 2 or recent[-1] == recent[0]:
+        return 0.0
+    return (len(recent) - 1) / (recent[-1] - recent[0]) * 3600
 
 
 def status_text(status: StudyStatus) -> str:
     """A few lines for people."""
-    wanted = status.wanted or "?"
-    lines = [f"{status.evaluated} of {wanted} candidates evaluated"]
-    if status.per_hour:
-        lines[0] += f", {status.per_hour:.3g} an hour"
-    if status.left_s is not None:
-        lines[0] += f", about {_duration(status.left_s)} left"
-    if status.deaths:
-        lines[0] += f"; workers lost {status.deaths} times"
+    lines = [_progress_line(status)]
     if status.best is not None:
-        word = "measured" if status.best.measured is not None else "compiled"
-        rules = ", ".join(status.best.rules) or "no rules"
-        lines.append(
-            f"best so far: {status.best.name}, {seconds_text(_seconds(status.best))} {word} "
-            f"({rules})"
-        )
+        lines.append(_best_line(status.best))
     lines += [f"running: {r.title} on {r.owner} for {_duration(r.for_s)}" for r in status.running]
     lines += [f"rejected: {name}, {reason}" for name, reason in status.rejected]
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+    return "\n".join(map(_printable, lines))
+
+
+def _progress_line(status: StudyStatus) -> str:
+    line = f"{status.evaluated} of {status.wanted or '?'} candidates evaluated"
+    if status.per_hour:
+        line += f", {status.per_hour:.3g} an hour"
+    if status.left_s is not None:
+        line += f", about {_duration(status.left_s)} left"
+    if status.deaths:
+        line += f"; workers lost {status.deaths} times"
+    return line
+
+
+def _best_line(best: Candidate) -> str:
+    evidence = "measured" if best.measured is not None else "compiled"
+    rules = ", ".join(best.rules) or "no rules"
+    return f"best so far: {best.name}, {seconds_text(_seconds(best))} {evidence} ({rules})"
+
+
+def _printable(line: str) -> str:
+    """A line without what a terminal would act on: anybody may have written the study."""
+    return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def status_json(status: StudyStatus) -> dict[str, Any]:
@@ -152,12 +181,10 @@ def status_json(status: StudyStatus) -> dict[str, Any]:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {rest} s"
-        if minutes
-        else f"{rest} s"
-    )
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {rest_s} s"
+    return f"{rest_s} s"

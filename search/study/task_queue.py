@@ -3,12 +3,14 @@
 A claim on a task is an Optuna trial in state RUNNING. A storage numbers the trials of a study in
 one order that all see, so of several claims on a task the one with the lowest number holds; the
 others withdraw. A claim ends in one of three ways, and the storage sees to it that it is one only:
-its worker records a result (COMPLETE, or PRUNED where the candidate was rejected), its worker hands
-it back, or another worker finds it stale (FAIL), and the task is free again.
+its worker records a result (COMPLETE, or PRUNED where the candidate was rejected), its worker
+releases it, or another worker finds it stale (FAIL), and the task is free again.
 
-Stale is a claim whose beat has not changed for a lease, by the watch of the one who looks: no two
-clocks are compared. A result that comes after that is recorded if the task is still free, else
-dropped.
+Stale is a claim whose heartbeat has not changed for a lease, by the watch of the one who looks (see
+`lease_watch`). A result that comes after that is recorded if the task is still free, else dropped.
+
+What a worker can do is its capabilities, and a task asks for one. Users write them as what a worker
+is needed for: `--needs compile,measure`, or `needs = ["compile", "measure"]` in a job file.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -32,8 +35,20 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
-from autoshard.search.study.claims import CLAIM, Claim, Claims, attributes_of, claim_of, record_of
-from autoshard.search.study.heartbeat import BEAT, Heartbeat
+from autoshard.search.study.claims import (
+    CLAIM,
+    ENDED,
+    RELEASED,
+    STALE,
+    WITHDRAWN,
+    Claim,
+    Claims,
+    claim_of,
+    record_attributes,
+    record_of,
+)
+from autoshard.search.study.heartbeat import Heartbeat
+from autoshard.search.study.lease_watch import LEASE_S, LeaseWatch
 from autoshard.search.study.machine_lock import MachineLock
 from autoshard.search.study.storage import (
     PATIENCE_S,
@@ -42,21 +57,28 @@ from autoshard.search.study.storage import (
     patiently,
     study_id_of,
 )
+from autoshard.search.study.task_id import TaskId
 
 log = logging.getLogger("autoshard.jobs")
 
 _T = TypeVar("_T")
 
-Need = Literal["predict", "compile", "measure"]
-NEEDS: tuple[Need, ...] = ("predict", "compile", "measure")
-
-LEASE_S = 60.0
-"""Long against a storage's hiccups, short against the hours of a job."""
+Capability = Literal["predict", "compile", "measure"]
+CAPABILITIES: tuple[Capability, ...] = ("predict", "compile", "measure")
 
 POLL_S = 1.0
+"""How often a worker that waits reads the study, at the longest. Chosen by hand: little against a
+compilation, rare enough for a file that sixteen workers read; tests use shorter leases, of which an
+eighth is the limit."""
 
-DEATHS = 4
-"""A task that this many workers died on is not tried again: it is what they died of."""
+POLLS_PER_LEASE = 8
+"""A worker that waits reads the study at least this often in a lease, or it would not see that
+heartbeats change. Chosen by hand; it is what makes tests with a lease of 2 s quick."""
+
+MAX_DEATHS = 4
+"""A task on which this many workers died is not tried again: it is what they died of. Chosen by
+hand: one death may be the machine's fault. `test_a_candidate_that_kills_its_workers_is_given_up`
+and its like count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,52 +95,34 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """How a task is done here.
+class Task:
+    """How a task is done by this worker.
 
     Attributes:
         run: Does it.
         give_up: What is recorded where workers keep dying on it; takes the reason.
-        needs: What it needs of a worker.
+        capability: What a worker must be able to do.
         title: For people.
-        of_one: It is about one candidate, so that what goes wrong is that one's fault.
+        single_candidate: It is about one candidate, which is to blame for what goes wrong.
     """
 
     run: Callable[[], Result]
     give_up: Callable[[str], Result]
-    needs: Need
+    capability: Capability
     title: str
-    of_one: bool = False
+    single_candidate: bool = False
 
 
-@dataclass(eq=False)
-class _Watch:
-    """When each claim's beat last changed, by this process's own clock."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The task that this worker is at, and the trial by which it holds it."""
 
-    seen: dict[int, tuple[object, float]] = field(default_factory=dict)
-    looked_s: float = 0.0
-
-    def stale(self, claims: Iterable[FrozenTrial], now_s: float) -> list[FrozenTrial]:
-        """The claims whose beat has not changed for their lease, with this process looking on.
-
-        While the storage was away no beat could be written: time in which nobody looked does not
-        count.
-        """
-        blind_s, self.looked_s = now_s - self.looked_s, now_s
-        found = []
-        for trial in claims:
-            beat = trial.user_attrs.get(BEAT)
-            claim = claim_of(trial)
-            lease_s = LEASE_S if claim is None else claim.lease_s
-            before = self.seen.get(trial._trial_id)
-            if before is None or before[0] != beat or blind_s > lease_s:
-                self.seen[trial._trial_id] = beat, now_s
-            elif now_s - before[1] > lease_s:
-                found.append(trial)
-        return found
+    trial_id: int
+    task_id: TaskId
+    task: Task
 
 
-class Tasks:
+class TaskQueue:
     """A study's tasks as one worker sees them; a context manager."""
 
     def __init__(
@@ -126,7 +130,7 @@ class Tasks:
         where: str | None,
         study: str = "",
         *,
-        needs: Sequence[Need] = NEEDS,
+        capabilities: Sequence[Capability] = CAPABILITIES,
         lease_s: float = LEASE_S,
         patience_s: float = PATIENCE_S,
         limit_s: float | None = None,
@@ -135,10 +139,10 @@ class Tasks:
         """Connects.
 
         Args:
-            where: See `connect.open_storage`; None for this process's memory.
+            where: See `storage.open_storage`; None for this process's memory.
             study: Its name.
-            needs: Tasks of these needs are done here; for others this worker waits.
-            lease_s: See the module's docstring.
+            capabilities: Tasks that ask for these are done here; for others this worker waits.
+            lease_s: See `lease_watch`.
             patience_s: How long the storage may be away.
             limit_s: A task on the devices that takes longer has failed, and this process is ended,
                 since nothing else can stop what runs there. None for as long as it takes.
@@ -149,32 +153,33 @@ class Tasks:
                 used.
         """
         self.owner = f"{socket.gethostname()}:{os.getpid()}"
-        self.needs, self._lease_s, self._patience_s = tuple(needs), lease_s, patience_s
-        self._where, self._limit_s = where, limit_s
-        self._heartbeat: Heartbeat | None = None
-        self._may_beat = False
-        self._watch, self._lock = _Watch(), MachineLock()
-        self._waiting = False
-        self._at: tuple[int, str, Work] | None = None
+        self.capabilities = tuple(capabilities)
         self.alone = where is None
+        self._where, self._lease_s = where, lease_s
+        self._patience_s, self._limit_s = patience_s, limit_s
+        self._heartbeat: Heartbeat | None = None
+        self._entered = False
+        self._watch, self._lock = LeaseWatch(), MachineLock()
+        self._waiting = False
+        self._held: _Held | None = None
         self._storage: BaseStorage
         if where is None:
             self._storage = InMemoryStorage()
-            self._study_id = self._storage.create_new_study(
-                [StudyDirection.MINIMIZE], study or None
-            )
+            directions = [StudyDirection.MINIMIZE]
+            self._study_id = self._storage.create_new_study(directions, study or None)
             return
+
         self._storage = open_storage(where, patience_s=min(patience_s, LEASE_S))
-        found = study_id_of(self._storage, study, create=create, patience_s=patience_s)
-        if found is None:
+        study_id = study_id_of(self._storage, study, create=create, patience_s=patience_s)
+        if study_id is None:
             raise StudyError(
                 f"there is no study {study!r} in the storage. Start it with: autoshard search "
                 f"--study."
             )
-        self._study_id = found
+        self._study_id = study_id
 
-    def __enter__(self) -> Tasks:
-        self._may_beat = self._where is not None
+    def __enter__(self) -> TaskQueue:
+        self._entered = True
         return self
 
     def __exit__(
@@ -201,172 +206,221 @@ class Tasks:
     def _ask(self, ask: Callable[[], _T]) -> _T:
         return patiently(ask, self._patience_s, "the storage")
 
-    # Deciding and doing ---------------------------------------------------------------------------
+    # Values and tasks -----------------------------------------------------------------------------
 
-    def decide(self, name: str, value: Any) -> Any:
-        """What the study has under a name: the value of the worker who came first, for ever.
+    def setdefault(self, name: TaskId, value: Any) -> Any:
+        """The value that the study has under a name, as `dict.setdefault` does: the first writer
+        wins, for ever.
 
         Args:
-            name: Of the decision.
-            value: Plain builtins.
+            name: Of the value.
+            value: Written where there is none yet; plain builtins.
         """
-        known = self.read().results
-        if name not in known:
-            claim = Claim(name, name, self.owner, uuid.uuid4().hex, self._lease_s)
-            attributes = {CLAIM: asdict(claim), **attributes_of(value)}
-            template = create_trial(state=TrialState.PRUNED, user_attrs=attributes)
-            self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
-            known = self.read().results
-        return record_of(known[name])
+        results = self.read().results
+        if name not in results:
+            attributes = {
+                CLAIM: self._new_claim(name, str(name)).attribute(),
+                **record_attributes(value),
+            }
+            self._create_trial(TrialState.PRUNED, attributes)
+            results = self.read().results
+        return record_of(results[name])
 
     def run(
-        self, works: Mapping[str, Work], stop: Callable[[], bool] = lambda: False
-    ) -> dict[str, Any]:
+        self, tasks: Mapping[TaskId, Task], stop: Callable[[], bool] = lambda: False
+    ) -> dict[TaskId, Any]:
         """Does tasks, or waits for the workers who do; each is done once in the life of the study.
 
         Args:
-            works: By task, the most urgent first.
+            tasks: By name, the most urgent first.
             stop: True once no more is to be started.
 
         Returns:
             The records of all of them, as they stand in the study; after `stop`, of those that have
             one.
         """
-        lost = False
+        outrun = False
         while True:
             claims = self.read()
-            left = [task for task in works if task not in claims.results]
+            left = [task_id for task_id in tasks if task_id not in claims.results]
             if not left or stop():
-                return {task: claims.record(task) for task in works if task in claims.results}
-            self._reap(claims)
-            free = [t for t in left if t not in claims.claims and works[t].needs in self.needs]
-            if lost and free:  # several start at once; spread out
-                free.insert(0, random.choice(free))
-            for task in free:
-                # A search of its own waits for nobody: whoever starts two at once on a machine is
-                # told by the clock.
-                if self.alone or works[task].needs != "measure" or self._lock.take():
-                    try:
-                        lost = not self._attempt(task, works[task], claims.deaths[task])
-                    finally:
-                        self._lock.release()
-                    break
-            else:
-                self._wait(claims, [works[t] for t in left])
+                done = [task_id for task_id in tasks if task_id in claims.results]
+                return {task_id: claims.record(task_id) for task_id in done}
 
-    def _attempt(self, task: str, work: Work, deaths: int) -> bool:
-        """Claims a task and does it; False where another holds it."""
-        trial_id = self._claim(task, work.title)
+            self._free_stale(claims)
+            free = self._free(tasks, left, claims)
+            if outrun and free:  # several workers start at once; spread out
+                free.insert(0, random.choice(free))
+            task_id = self._first_startable(tasks, free)
+            if task_id is None:
+                self._wait(claims, [tasks[task_id] for task_id in left])
+                continue
+
+            try:
+                outrun = not self._attempt(task_id, tasks[task_id], claims.deaths[task_id])
+            finally:
+                self._lock.release()
+
+    def _free(
+        self, tasks: Mapping[TaskId, Task], left: Sequence[TaskId], claims: Claims
+    ) -> list[TaskId]:
+        """Of the tasks that are left, those that nobody holds and this worker can do."""
+        free = []
+        for task_id in left:
+            if task_id not in claims.live and tasks[task_id].capability in self.capabilities:
+                free.append(task_id)
+        return free
+
+    def _first_startable(
+        self, tasks: Mapping[TaskId, Task], free: Sequence[TaskId]
+    ) -> TaskId | None:
+        """The first task that may start now, with the machine's lock taken if it measures."""
+        for task_id in free:
+            # A search of its own waits for nobody: whoever starts two at once on a machine is
+            # told by the clock.
+            if self.alone or tasks[task_id].capability != "measure" or self._lock.take():
+                return task_id
+        return None
+
+    def _attempt(self, task_id: TaskId, task: Task, deaths: int) -> bool:
+        """Claims a task and does it; False where another worker holds it."""
+        trial_id = self._claim(task_id, task.title)
         if trial_id is None:
             return False
         self._waiting = False
-        if deaths >= DEATHS:
-            result = work.give_up(f"{deaths} workers ended while they were at it")
+        held = _Held(trial_id, task_id, task)
+        if deaths >= MAX_DEATHS:
+            result = task.give_up(f"{deaths} workers ended while they were at it")
         else:
-            self._at = trial_id, task, work
-            limit = threading.Timer(self._limit_s or 0.0, self._expire)
-            limit.daemon = True
-            if self._limit_s is not None and work.needs == "measure":
-                limit.start()
-            try:
-                result = work.run()
-            except BaseException as error:
-                self._end(trial_id, "handed back")
-                log.info("handed back: %s (%s)", work.title, type(error).__name__)
-                raise
-            finally:
-                limit.cancel()
-                self._at = None
-        self._finish(trial_id, task, work.title, result)
+            result = self._run_held(held)
+        self._finish(held, result)
         return True
 
-    def lose(self, reason: str | None) -> None:
-        """Ends the task in work, whose process is about to end; may be called from another thread.
+    def _run_held(self, held: _Held) -> Result:
+        self._held = held
+        try:
+            with self._time_limit(held.task):
+                try:
+                    return held.task.run()
+                except BaseException as error:
+                    self._end(held.trial_id, RELEASED)
+                    log.info("released: %s (%s)", held.task.title, type(error).__name__)
+                    raise
+        finally:
+            self._held = None
 
-        Args:
-            reason: Why the task failed: recorded where it is about one candidate, else this counts
-                as a death. None where the task is not at fault; then it is handed back.
-        """
-        if self._at is None:
+    @contextmanager
+    def _time_limit(self, task: Task) -> Iterator[None]:
+        """Within it this process is ended if a task on the devices takes longer than the limit."""
+        if self._limit_s is None or task.capability != "measure":
+            yield
             return
-        trial_id, task, work = self._at
-        if reason is None:
-            self._end(trial_id, "handed back")
-        elif work.of_one:
-            self._finish(trial_id, task, work.title, work.give_up(reason))
-        else:
-            self._end(trial_id, "stale")
+        timer = threading.Timer(self._limit_s, self._expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _expire(self) -> None:
         log.error("a task on the devices took longer than %g s; this process ends", self._limit_s)
         try:
-            self.lose(f"running failed: it took longer than {self._limit_s:g} s")
+            self.abandon(f"running failed: it took longer than {self._limit_s:g} s")
         finally:
             os._exit(LOST)
 
-    def _claim(self, task: str, title: str) -> int | None:
-        if self._may_beat and self._heartbeat is None and self._where is not None:
+    def abandon(self, reason: str | None) -> None:
+        """Ends the task in hand, whose process is about to end; may be called from another thread.
+
+        Args:
+            reason: Why the task failed: recorded where it is about one candidate, else this counts
+                as a death. None where the task is not at fault; then it is released.
+        """
+        held = self._held
+        if held is None:
+            return
+        if reason is None:
+            self._end(held.trial_id, RELEASED)
+        elif held.task.single_candidate:
+            self._finish(held, held.task.give_up(reason))
+        else:
+            self._end(held.trial_id, STALE)
+
+    # Claims ---------------------------------------------------------------------------------------
+
+    def _claim(self, task_id: TaskId, title: str) -> int | None:
+        """Claims a task; the trial that holds it, None where it is another worker's."""
+        self._start_heartbeat()
+        claim = self._new_claim(task_id, title)
+        self._create_trial(TrialState.RUNNING, {CLAIM: claim.attribute()})
+        trials = self.trials()
+        holder = Claims.of(trials).live.get(task_id)
+        holds = holder is not None and claim_of(holder) == claim
+        held_id = holder._trial_id if holder is not None and holds else None
+
+        for trial in reversed(trials):
+            # More than one is ours where the storage's answer was lost and it was asked again.
+            ours = not trial.state.is_finished() and claim_of(trial) == claim
+            if ours and trial._trial_id != held_id:
+                self._end(trial._trial_id, WITHDRAWN)
+        if held_id is None:
+            return None
+        if self._heartbeat is not None:
+            self._heartbeat.keep_alive(held_id)
+        log.info("claimed: %s", title)
+        return held_id
+
+    def _start_heartbeat(self) -> None:
+        if self._entered and self._heartbeat is None and self._where is not None:
             self._heartbeat = Heartbeat(self._where, self._lease_s)
             self._heartbeat.wait()
-        claim = Claim(task, title, self.owner, uuid.uuid4().hex, self._lease_s)
-        template = create_trial(state=TrialState.RUNNING, user_attrs={CLAIM: asdict(claim)})
+
+    def _new_claim(self, task_id: TaskId, title: str) -> Claim:
+        return Claim(task_id, title, self.owner, uuid.uuid4().hex, self._lease_s)
+
+    def _create_trial(self, state: TrialState, attributes: dict[str, Any]) -> None:
+        template = create_trial(state=state, user_attrs=attributes)
         self._ask(lambda: self._storage.create_new_trial(self._study_id, template))
-        trials = self.trials()
-        mine = [
-            t._trial_id
-            for t in reversed(trials)
-            if not t.state.is_finished() and claim_of(t) == claim
-        ]
-        claims = Claims.of(trials)
-        holder = claims.claims.get(task)
-        if holder is not None and claim_of(holder) == claim:
-            for double in mine:  # an answer that was lost was asked for again
-                if double != holder._trial_id:
-                    self._end(double, "withdrawn")
-            if self._heartbeat is not None:
-                self._heartbeat.beat_for(holder._trial_id)
-            log.info("claimed: %s", title)
-            return holder._trial_id
-        for trial_id in mine:
-            self._end(trial_id, "withdrawn")
-        return None
 
     def _end(self, trial_id: int, how: str) -> bool:
         """Ends a claim without a result; False where it has ended already."""
 
         def end() -> bool:
             try:
-                self._storage.set_trial_user_attr(trial_id, "ended", how)
+                self._storage.set_trial_user_attr(trial_id, ENDED, how)
                 self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
             except UpdateFinishedTrialError:
                 return False
             return True
 
-        if self._heartbeat is not None and how != "stale":
-            self._heartbeat.beat_for(None)
+        if self._heartbeat is not None and how != STALE:
+            self._heartbeat.keep_alive(None)
         return self._ask(end)
 
-    def _finish(self, trial_id: int, task: str, title: str, result: Result) -> None:
+    def _finish(self, held: _Held, result: Result) -> None:
         """Records a result; one that comes late is recorded if nobody else has the task, else
         dropped.
         """
-        if self._record(trial_id, result):
+        task_id, title = held.task_id, held.task.title
+        if self._record(held.trial_id, result):
             log.info("done: %s", title)
         else:
-            again = None if task in self.read().results else self._claim(task, title)
+            again = None if task_id in self.read().results else self._claim(task_id, title)
             if again is not None and self._record(again, result):
                 log.info("done, late: %s", title)
             else:
                 log.warning("dropped a late result: %s is with another worker now", title)
         if self._heartbeat is not None:
-            self._heartbeat.beat_for(None)
+            self._heartbeat.keep_alive(None)
 
     def _record(self, trial_id: int, result: Result) -> bool:
+        """Writes a result into a claim; False where the claim was found stale before."""
         state = TrialState.PRUNED if result.seconds is None else TrialState.COMPLETE
         values = None if result.seconds is None else [result.seconds]
-        attributes = attributes_of(result.record)
+        attributes = record_attributes(result.record)
 
-        def put() -> bool:
+        def write() -> bool:
             try:
                 for name, text in attributes.items():
                     self._storage.set_trial_user_attr(trial_id, name, text)
@@ -376,24 +430,35 @@ class Tasks:
                 return self._storage.get_trial(trial_id).state == state
             return True
 
-        return self._ask(put)
+        return self._ask(write)
 
-    def _reap(self, claims: Claims) -> None:
+    def _free_stale(self, claims: Claims) -> None:
         """Ends claims that are stale."""
-        for trial in self._watch.stale(claims.claims.values(), time.monotonic()):
-            if self._end(trial._trial_id, "stale"):
+        for trial in self._watch.stale(claims.live.values(), time.monotonic()):
+            if self._end(trial._trial_id, STALE):
                 claim = claim_of(trial)
                 title, owner = ("?", "?") if claim is None else (claim.title, claim.owner)
                 log.warning(
-                    "stale: %s, no beat from %s for its lease; it is free again", title, owner
+                    "stale: %s, no heartbeat from %s for its lease; it is free again", title, owner
                 )
 
-    def _wait(self, claims: Claims, left: Sequence[Work]) -> None:
+    def _wait(self, claims: Claims, left: Sequence[Task]) -> None:
         if not self._waiting:
             self._waiting = True
-            missing = sorted({w.needs for w in left} - set(self.needs))
-            why = f"for a worker that can {', '.join(missing)}" if missing else "for other workers"
-            if not missing and not claims.claims:
-                why = f"for another process that measures on this machine (it holds {self._lock.path})"
-            log.info("waiting %s: %d tasks left, %d claimed", why, len(left), len(claims.claims))
-        time.sleep(min(POLL_S, self._lease_s / 8) * random.uniform(0.5, 1.0))
+            log.info(
+                "waiting %s: %d tasks left, %d claimed",
+                self._what_for(claims, left),
+                len(left),
+                len(claims.live),
+            )
+        longest_s = min(POLL_S, self._lease_s / POLLS_PER_LEASE)
+        time.sleep(longest_s * random.uniform(0.5, 1.0))  # workers that start together drift apart
+
+    def _what_for(self, claims: Claims, left: Sequence[Task]) -> str:
+        """What this worker waits for."""
+        missing = {task.capability for task in left} - set(self.capabilities)
+        if missing:
+            return f"for a worker that can {', '.join(sorted(missing))}"
+        if not claims.live:
+            return f"for another process that measures on this machine (it holds {self._lock.path})"
+        return "for other workers"

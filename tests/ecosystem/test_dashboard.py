@@ -38,7 +38,7 @@ def test_the_dashboard_shows_the_study(tmp_path: Path) -> None:
     (study,) = [s for s in get(app, "/api/studies")["study_summaries"] if s["study_name"] == "mine"]
     shown = get(app, f"/api/studies/{study['study_id']}")
     assert shown["name"] == "mine"
-    assert len(shown["candidates"]) >= 1
+    assert len(shown["trials"]) >= 1
     records = plan.records()
     assert len(records) == len(plan.candidates)
     assert json.loads(json.dumps(records))[0]["name"] == plan.candidates[0].name

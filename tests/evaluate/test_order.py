@@ -11,9 +11,9 @@ import pytest
 
 import autoshard
 from autoshard.evaluate.entry import Entry
-from autoshard.evaluate.evaluation import Evaluation
+from autoshard.evaluate.evaluation import fastest
 from autoshard.evaluate.selection import by_compiled_time
-from autoshard.evidence.candidate import Candidate, Measured, Origin, Predicted
+from autoshard.evidence.candidate import Candidate, Measured, Origin, Predicted, Status
 from tests.models import mlp_args, mlp_step
 from tests.stages import mesh_of
 
@@ -26,15 +26,16 @@ def layout() -> Any:
 
 
 def entry(layout: Any, key: str, predicted_s: float, seconds: tuple[float, ...]) -> Entry:
-    candidate = Candidate(key, "search", (), "anchors", key, predicted=Predicted(predicted_s, 0, 0))
+    predicted = Predicted(predicted_s, 0, 0)
+    candidate = Candidate(key, Origin.SEARCH, (), "anchors", key, predicted=predicted)
     median = sorted(seconds)[len(seconds) // 2]
-    proposal: Any = SimpleNamespace(prediction=candidate.predicted)
+    proposal: Any = SimpleNamespace(prediction=predicted, layout=layout)
     measured = Measured(median, len(seconds), seconds)
-    return Entry(layout, proposal, replace(candidate, status="measured", measured=measured))
+    return Entry(proposal, replace(candidate, status=Status.MEASURED, measured=measured))
 
 
 def winner(*entries: Entry) -> str:
-    keys = {Evaluation.fastest(None, order).candidate.key for order in (entries, entries[::-1])}  # type: ignore[arg-type]
+    keys = {fastest(order).key for order in (entries, entries[::-1])}
     (key,) = keys
     return key
 
@@ -64,8 +65,9 @@ def compiled(layout: Any, key: str, seconds: float, rules: int, preset: str | No
         preset=preset,
         predicted=Predicted(seconds, 0, 0),
     )
-    proposal: Any = SimpleNamespace(prediction=candidate.predicted)
-    return Entry(replace(layout, rules=layout.rules[:rules]), proposal, candidate)
+    shorter = replace(layout, rules=layout.rules[:rules])
+    proposal: Any = SimpleNamespace(prediction=candidate.predicted, layout=shorter)
+    return Entry(proposal, candidate)
 
 
 def test_of_what_compiles_as_good_as_equal_the_fewest_rules_win(layout: Any) -> None:

@@ -1,5 +1,5 @@
 """The order of candidates revised by evidence: hardware described ten times wrongly does not decide
-the race."""
+the winner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clock(compiled: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Measured
 
 def searched(monkeypatch: pytest.MonkeyPatch, challenges: int) -> tuple[Candidate, list[Candidate]]:
     monkeypatch.setattr(device_runner, "measure", clock)
-    monkeypatch.setattr(selection, "CHALLENGES", challenges)
+    monkeypatch.setattr(selection, "REEVALUATIONS", challenges)
     plan = autoshard.optimize(
         mlp_step, mlp_args(batch=64, d=128, h=256), mesh_of(**AXES), hardware=GIVEN, progress=False,
         memory_budget_bytes="500KiB", effort=Effort(compiled=6, measured=3),
@@ -70,8 +70,8 @@ def test_programs_say_how_far_predictions_are_off(monkeypatch: pytest.MonkeyPatc
             super().__init__(of)
             seen.append(self)
 
-    monkeypatch.setattr(selection, "Revision", Seen)
+    monkeypatch.setattr(selection, "Refit", Seen)
     searched(monkeypatch, 0)
     assert len(seen) == 1
-    assert seen[0].compiler[True].programs >= 2
-    assert seen[0].clock.programs == 0
+    assert seen[0].to_compiled[True].programs >= 2
+    assert seen[0].to_measured.programs == 0
