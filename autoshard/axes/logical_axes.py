@@ -1,13 +1,13 @@
-"""Stage 3: roles. Axis classes at isomorphic places of the program share one logical axis, so decisions do
-not grow with depth.
+"""Logical axes: axis classes at isomorphic places of the program, so that decisions do not grow
+with its depth. The word is Flax's and MaxText's: a name that rules send to mesh axes.
 
-The axes of a program form a graph: two axes are neighbours where one equation loops over both, and
-the edge carries which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of
-that graph, refined by sizes and by the arguments an axis touches, gives equal labels to the heads
-of layer 1 and of layer 7. Two axes that meet in one value never share a logical axis (the hidden axes of a
-deep MLP alternate instead), so a logical axis names one dimension of almost any value; where the *same
-axis* occurs twice in a value (attention scores) that is a conflict, and a rule says which
-occurrence it takes.
+The classes of a program form a graph: two are neighbours where one equation runs over both, and the
+edge carries which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of that
+graph, refined by sizes and by the arguments a class touches, gives equal labels to the heads of
+layer 1 and of layer 7. Two classes that meet in one value never share a logical axis (the hidden
+axes of a deep MLP alternate instead), so a logical axis names one dimension of almost any value;
+where the *same class* occurs twice in a value (attention scores) that is a conflict, and a rule
+says which occurrence it takes.
 
 Reference: Shervashidze et al. (2011), Weisfeiler-Lehman graph kernels, section 2.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -27,8 +27,12 @@ from autoshard.tracing.program import Eqn, Value
 from autoshard.tracing.source_lines import source_line
 
 ROUNDS = 2
+"""Neighbourhoods that a label sees. Chosen by hand, as few as tell apart what should differ: with
+each round one more layer at either end of a stack differs from the others.
+`test_the_hidden_axes_of_a_deep_mlp_alternate` fails with 3."""
+
 _RESERVED = re.compile(r"[\s()@]|->")
-"""What separates the parts of an axis rule's text cannot be in a role's name."""
+"""What separates the parts of an axis rule's text cannot be in a logical axis's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,160 +75,220 @@ class LogicalAxes:
 
     def by_name(self, name: str) -> LogicalAxis | None:
         """The logical axis of that name, or None."""
-        return next((logical_axis for logical_axis in self.axes if logical_axis.name == name), None)
+        return next((axis for axis in self.axes if axis.name == name), None)
 
     def factors(self, eqn: Eqn) -> tuple[tuple[int, int], ...]:
-        """(logical axis, size) of each loop of an equation."""
-        return tuple((self._logical_axis(axis), size) for axis, size in self.classes.factors(eqn))
-
-    def _logical_axis(self, axis: int) -> int:
-        return NO_AXIS if axis == NO_AXIS else self.of_class[axis]
+        """(logical axis, size) of each factor of an equation."""
+        return tuple(
+            (NO_AXIS if axis_class == NO_AXIS else self.of_class[axis_class], size)
+            for axis_class, size in self.classes.factors(eqn)
+        )
 
 
 def find_logical_axes(
-    classes: AxisClasses, given: Mapping[tuple[int, int], str] | None = None
+    classes: AxisClasses, model_names: Mapping[tuple[int, int], str] | None = None
 ) -> LogicalAxes:
     """Groups the axis classes into logical axes and names them.
 
     Args:
         classes: The axis classes.
-        given: By (argument leaf, dimension), what the model itself calls that dimension.
+        model_names: By (argument leaf, dimension), what the model itself calls that dimension.
     """
-    labels = _labels(classes)
-    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-    meets = _meetings(classes)
-    for axis in range(classes.count):
-        colour = 0
-        while any(other in meets[axis] for other in groups[(labels[axis], colour)]):
-            colour += 1
-        groups[(labels[axis], colour)].append(axis)
-    members = sorted((g for g in groups.values() if g), key=lambda g: g[0])
+    members = _isomorphic_groups(classes)
     of_class = [0] * classes.count
-    for logical_axis, group in enumerate(members):
-        for axis in group:
-            of_class[axis] = logical_axis
-    named = _names(classes, members, given or {})
+    for index, group in enumerate(members):
+        for axis_class in group:
+            of_class[axis_class] = index
+
     sizes = _sizes(classes)
-    logical_axes = tuple(
-        LogicalAxis(
-            index=i,
-            name=named[i][0],
-            classes=tuple(group),
-            sizes=tuple(sorted(set().union(*(sizes[a] for a in group)), reverse=True)),
-            witness=named[i][1],
-            scanned=any(a in classes.scanned for a in group),
+    names, witnesses = _names(classes, members, model_names or {})
+    logical_axes = []
+    for index, group in enumerate(members):
+        sizes_of_group = set().union(*(sizes[axis_class] for axis_class in group))
+        logical_axes.append(
+            LogicalAxis(
+                index=index,
+                name=names[index],
+                classes=tuple(group),
+                sizes=tuple(sorted(sizes_of_group, reverse=True)),
+                witness=witnesses[index],
+                scanned=not classes.scanned.isdisjoint(group),
+            )
         )
-        for i, group in enumerate(members)
-    )
-    of_value = tuple(
-        tuple(NO_AXIS if a == NO_AXIS else of_class[a] for a in dims) for dims in classes.of_value
-    )
-    return LogicalAxes(classes, logical_axes, tuple(of_class), of_value)
+    of_class_or_none = [*of_class, NO_AXIS]  # NO_AXIS is -1: it finds itself at the end
+    of_value = tuple(tuple(of_class_or_none[c] for c in dims) for dims in classes.of_value)
+    return LogicalAxes(classes, tuple(logical_axes), tuple(of_class), of_value)
+
+
+def _isomorphic_groups(classes: AxisClasses) -> list[list[int]]:
+    """Classes of one label that never meet in a value, ascending; groups by their first class."""
+    labels, meets = _labels(classes), _meetings(classes)
+    groups: dict[tuple[str, int], list[int]] = {}
+    for axis_class in range(classes.count):
+        colour = 0  # greedy colouring: the first group of this label in which it meets no other
+        while not meets[axis_class].isdisjoint(groups.get((labels[axis_class], colour), ())):
+            colour += 1
+        groups.setdefault((labels[axis_class], colour), []).append(axis_class)
+    return sorted(groups.values(), key=lambda group: group[0])
 
 
 def _sizes(classes: AxisClasses) -> list[set[int]]:
+    """By class, the sizes of its dimensions."""
     sizes: list[set[int]] = [set() for _ in range(classes.count)]
     for value in classes.program.values:
-        for axis, size in zip(classes.of_value[value.index], value.shape, strict=True):
-            if axis != NO_AXIS:
-                sizes[axis].add(size)
+        for axis_class, size in zip(classes.of_value[value.index], value.shape, strict=True):
+            if axis_class != NO_AXIS:
+                sizes[axis_class].add(size)
     return sizes
 
 
-def _labels(classes: AxisClasses) -> list[str]:
-    """Weisfeiler-Lehman label of each axis."""
-    places: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(classes.count)]
-    edges: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-    for leaf, value in enumerate(classes.program.body.inputs):
-        owner = zlib.crc32(str(classes.program.input_argnums[leaf]).encode())
-        for dim, axis in enumerate(classes.of_value[value.index]):
-            if axis != NO_AXIS:
-                places[axis][(owner, dim, *value.shape)] += 1
-    for eqn, _ in classes.program.walk():
-        if eqn.bodies:
-            continue
-        name = zlib.crc32(eqn.primitive.encode())
-        factors = classes.factors(eqn)
-        for i, (axis, size) in enumerate(factors):
-            if axis == NO_AXIS:
+class _ClassGraph:
+    """Where each class occurs, and which classes equations run over together.
+
+    Attributes:
+        places: By class, how often it occurs at each place of an argument leaf or an equation.
+        edges: By pair of classes, how often they meet as which factors of which primitive.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.places: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(count)]
+        self.edges: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+
+    def add_leaf(self, argument: int | str, value: Value, dims: Sequence[int]) -> None:
+        """Adds the dimensions of an argument leaf; leaves of one argument and shape are alike."""
+        owner = zlib.crc32(str(argument).encode())
+        for dim, axis_class in enumerate(dims):
+            if axis_class != NO_AXIS:
+                self.places[axis_class][(owner, dim, *value.shape)] += 1
+
+    def add_eqn(self, primitive: str, factors: Sequence[tuple[int, int]]) -> None:
+        """Adds the factors of an equation, and their meetings."""
+        name = zlib.crc32(primitive.encode())
+        for i, (axis_class, size) in enumerate(factors):
+            if axis_class == NO_AXIS:
                 continue
-            places[axis][(name, len(factors), i, size)] += 1
+            self.places[axis_class][(name, len(factors), i, size)] += 1
             for j, (other, _) in enumerate(factors[:i]):
-                if other not in (axis, NO_AXIS):
-                    edges[min(axis, other), max(axis, other)][hash((name, j, i))] += 1
-    graph = nx.Graph()
-    for axis, seen in enumerate(places):
-        graph.add_node(axis, place=str(sorted(seen.items())))
-    graph.add_edges_from(
-        (a, b, {"meet": str(sorted(seen.items()))}) for (a, b), seen in edges.items()
-    )
-    hashes = nx.weisfeiler_lehman_subgraph_hashes(
-        graph, edge_attr="meet", node_attr="place", iterations=ROUNDS
-    )
-    return [hashes[axis][-1] for axis in range(classes.count)]
+                if other not in (axis_class, NO_AXIS):
+                    pair = min(axis_class, other), max(axis_class, other)
+                    self.edges[pair][hash((name, j, i))] += 1
+
+    def labels(self) -> list[str]:
+        """Weisfeiler-Lehman label of each class."""
+        graph = nx.Graph()
+        for axis_class, places in enumerate(self.places):
+            graph.add_node(axis_class, place=str(sorted(places.items())))
+        for (a, b), meetings in self.edges.items():
+            graph.add_edge(a, b, meet=str(sorted(meetings.items())))
+        hashes = nx.weisfeiler_lehman_subgraph_hashes(
+            graph, edge_attr="meet", node_attr="place", iterations=ROUNDS
+        )
+        return [hashes[axis_class][-1] for axis_class in range(len(self.places))]
+
+
+def _labels(classes: AxisClasses) -> list[str]:
+    """Weisfeiler-Lehman label of each class."""
+    program = classes.program
+    graph = _ClassGraph(classes.count)
+    for argument, value in zip(program.input_argnums, program.body.inputs, strict=True):
+        graph.add_leaf(argument, value, classes.of_value[value.index])
+    for eqn in program.eqns:
+        if not eqn.bodies:
+            graph.add_eqn(eqn.primitive, classes.factors(eqn))
+    return graph.labels()
 
 
 def _meetings(classes: AxisClasses) -> list[set[int]]:
-    """For each axis, the other axes that occur in one value with it."""
+    """For each class, the other classes that occur in one value with it."""
     meets: list[set[int]] = [set() for _ in range(classes.count)]
     for dims in set(classes.of_value):
         present = set(dims) - {NO_AXIS}
-        for axis in present:
-            meets[axis] |= present - {axis}
+        for axis_class in present:
+            meets[axis_class] |= present - {axis_class}
     return meets
 
 
 def _names(
-    classes: AxisClasses, members: list[list[int]], given: Mapping[tuple[int, int], str]
-) -> list[tuple[str, str]]:
-    """(name, witness) of each logical axis: the model's own, else of the first argument leaf, else of the
+    classes: AxisClasses, members: list[list[int]], model_names: Mapping[tuple[int, int], str]
+) -> tuple[list[str], list[str]]:
+    """Name and witness of each logical axis: the model's own name, else of a leaf, else of an
     equation.
     """
-    program = classes.program
-    leaf_of: dict[int, tuple[str, int]] = {}
-    own: dict[int, str] = {}
-    for leaf, (path, value) in enumerate(
-        zip(program.input_paths, program.body.inputs, strict=True)
-    ):
-        for dim, axis in enumerate(classes.of_value[value.index]):
-            leaf_of.setdefault(axis, (path, dim))
-            if (leaf, dim) in given:
-                own.setdefault(axis, _RESERVED.sub("_", given[leaf, dim]))
-    maker_of: dict[int, tuple[Eqn, Value, int]] = {}
-    for eqn in program.eqns:
-        for value in eqn.outputs:
-            for dim, axis in enumerate(classes.of_value[value.index]):
-                if axis not in leaf_of:
-                    maker_of.setdefault(axis, (eqn, value, dim))
+    own_names = _own_names(classes, model_names)
+    leaf_dims = _first_leaf_dims(classes)
+    result_dims = _first_result_dims(classes)
     candidates: list[list[str]] = []
     witnesses: list[str] = []
     for group in members:
-        axis = next((a for a in group if a in leaf_of), group[0])
-        if axis in leaf_of:
-            path, dim = leaf_of[axis]
-            parts = _RESERVED.sub("_", path).split("/")
-            derived = ["/".join(parts[-n:]) + f".{dim}" for n in range(1, len(parts) + 1)]
-            candidates.append([*[own[a] for a in group if a in own][:1], *derived])
+        axis_class = next((c for c in group if c in leaf_dims), group[0])
+        if axis_class in leaf_dims:
+            path, dim = leaf_dims[axis_class]
+            own = [own_names[c] for c in group if c in own_names]
+            candidates.append([*own[:1], *_names_of_leaf(path, dim)])
             witnesses.append(f"{path} dimension {dim}")
-        elif axis in maker_of:
-            eqn, value, dim = maker_of[axis]
+        elif axis_class in result_dims:
+            eqn, value, dim = result_dims[axis_class]
             candidates.append([f"{eqn.primitive}.{dim}", f"{eqn.primitive}{eqn.index}.{dim}"])
             witnesses.append(
                 f"{source_line(eqn)} {eqn.primitive}{list(value.shape)} dimension {dim}"
             )
         else:
-            candidates.append([f"axis{axis}"])
+            candidates.append([f"axis{axis_class}"])
             witnesses.append("a body input")
-    names = [c[0] for c in candidates]
+    return _made_unique(candidates), witnesses
+
+
+def _names_of_leaf(path: str, dim: int) -> list[str]:
+    """Names after a leaf, from its last part to its whole path: `wq.1`, `layers/wq.1`, ..."""
+    parts = _RESERVED.sub("_", path).split("/")
+    return ["/".join(parts[-n:]) + f".{dim}" for n in range(1, len(parts) + 1)]
+
+
+def _own_names(classes: AxisClasses, model_names: Mapping[tuple[int, int], str]) -> dict[int, str]:
+    """By class, what the model calls it: at its first named dimension among the leaves."""
+    own_names: dict[int, str] = {}
+    for leaf, value in enumerate(classes.program.body.inputs):
+        for dim, axis_class in enumerate(classes.of_value[value.index]):
+            if (leaf, dim) in model_names:
+                own_names.setdefault(axis_class, _RESERVED.sub("_", model_names[leaf, dim]))
+    return own_names
+
+
+def _first_leaf_dims(classes: AxisClasses) -> dict[int, tuple[str, int]]:
+    """By class, path and dimension of the first argument leaf that has it."""
+    leaf_dims: dict[int, tuple[str, int]] = {}
+    leaves = zip(classes.program.input_paths, classes.program.body.inputs, strict=True)
+    for path, value in leaves:
+        for dim, axis_class in enumerate(classes.of_value[value.index]):
+            leaf_dims.setdefault(axis_class, (path, dim))
+    return leaf_dims
+
+
+def _first_result_dims(classes: AxisClasses) -> dict[int, tuple[Eqn, Value, int]]:
+    """By class, the first result of an equation that has it, and the dimension."""
+    result_dims: dict[int, tuple[Eqn, Value, int]] = {}
+    for eqn in classes.program.eqns:
+        for value in eqn.outputs:
+            for dim, axis_class in enumerate(classes.of_value[value.index]):
+                result_dims.setdefault(axis_class, (eqn, value, dim))
+    return result_dims
+
+
+def _made_unique(candidates: list[list[str]]) -> list[str]:
+    """Of each list of candidates the shortest name that no other list shares.
+
+    Names that are still repeated when the candidates run out are numbered.
+    """
+    names = [own[0] for own in candidates]
     for level in range(1, max(map(len, candidates), default=1)):
-        repeated = {name for name, n in Counter(names).items() if n > 1}
-        names = [
-            c[min(level, len(c) - 1)] if n in repeated else n
-            for n, c in zip(names, candidates, strict=True)
-        ]
-    counts: Counter[str] = Counter()
+        counts = Counter(names)
+        for i, own in enumerate(candidates):
+            if counts[names[i]] > 1:
+                names[i] = own[min(level, len(own) - 1)]
+
+    occurrences: Counter[str] = Counter()
     for i, name in enumerate(names):
-        counts[name] += 1
-        if counts[name] > 1:
-            names[i] = f"{name}#{counts[name]}"
-    return list(zip(names, witnesses, strict=True))
+        occurrences[name] += 1
+        if occurrences[name] > 1:
+            names[i] = f"{name}#{occurrences[name]}"
+    return names
