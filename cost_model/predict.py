@@ -24,14 +24,14 @@ from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
 from autoshard.cost_model.hardware.collectives import collective_s, joint
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.hardware.step_components import step_s
-from autoshard.cost_model.memory.all_reduce_combining import find_sums
+from autoshard.cost_model.memory.all_reduce_combining import find_all_reduces
 from autoshard.cost_model.memory.liveness import memory_table
 from autoshard.cost_model.memory.peak_memory import MemoryColumn, Peak
 from autoshard.cost_model.program.applied_constraints import find_applied_constraints
 from autoshard.cost_model.program.equation_classes import find_classes
 from autoshard.cost_model.program.fusion_schedule import schedules
 from autoshard.cost_model.program.propagation import propagated
-from autoshard.cost_model.step_time.cost_tables import Costs
+from autoshard.cost_model.step_time.cost_tables import CostTables
 from autoshard.evidence.collectives import KINDS, Collective
 from autoshard.evidence.throughput import Throughput
 from autoshard.layout.axis_rule import AxisRule
@@ -120,14 +120,16 @@ class Predictor:
         plans = schedules(problem.program.body, backend)
         applied = find_applied_constraints(problem)
         classes = find_classes(problem, plans, applied)
-        self._costs = Costs(problem, hardware, classes, self.placements, applied, backend)
+        self._costs = CostTables(problem, hardware, classes, self.placements, applied, backend)
         propagated_to = propagated(problem, self.placements)
         body = problem.program.body
         shut = {v.index for v in (*body.inputs, *body.outputs)}
         columns: dict[MemoryColumn, int] = {}
         self._column_of = of_value = [
             columns.setdefault(
-                MemoryColumn(self.placements.value_column(v), propagated_to[v.index], v.index in shut),
+                MemoryColumn(
+                    self.placements.value_column(v), propagated_to[v.index], v.index in shut
+                ),
                 len(columns),
             )
             for v in problem.program.values
@@ -138,7 +140,7 @@ class Predictor:
         table = memory_table(
             problem.program, donated, len(columns), lambda v: of_value[v.index], backend, plans
         )
-        sums = find_sums(
+        sums = find_all_reduces(
             table, classes, problem.logical_axes.classes, combined=backend.combines_all_reduces
         )
         self._peak = Peak(
@@ -159,7 +161,7 @@ class Predictor:
     def holdings(self, layout: Layout) -> Holdings:
         """What a device holds at a layout's peak."""
         index = self.placements.of_layout(layout)[None]
-        point, beside_bytes = self._peak.at_peak(index, self._costs.held(self._costs.rows(index)))
+        point, beside_bytes = self._peak.at_peak(index, self._costs.temporaries(self._costs.rows(index)))
         return Holdings(point, self._peak.shares(index)[0][self._column_of], beside_bytes)
 
     def throughput(self, layout: Layout, samples_per_step: float | None = None) -> Throughput:
@@ -196,7 +198,7 @@ class Predictor:
     def _collectives(
         self, calls: NDArray[np.float64], sent: NDArray[np.float64]
     ) -> tuple[Collective, ...]:
-        axes = self._costs.links.axes
+        axes = self._costs.slots.axes
         named = sorted(
             (KINDS[slot % len(KINDS)], axes[slot], slot) for slot in np.flatnonzero(calls).tolist()
         )
@@ -248,7 +250,7 @@ class Predictor:
     def _sum(self, index: NDArray[np.int32], rows: NDArray[np.int64]) -> Predictions:
         compute_s = self._costs.compute_s[rows].sum(axis=0)
         comm_s = self._costs.comm_s[rows].sum(axis=0)
-        peak = self._peak.bytes(index, self._costs.held(rows))
+        peak = self._peak.bytes(index, self._costs.temporaries(rows))
         return Predictions(
             step_s(compute_s, comm_s, self.hardware.overlap),
             compute_s,

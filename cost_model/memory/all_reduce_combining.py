@@ -1,5 +1,4 @@
-"""Which partial sums a backend adds up over devices together: those that no other contraction waits
-for.
+"""When a backend all_reduces partial sums: some it combines, and so holds them until the last.
 
 XLA's AllReduceCombiner makes one operation of all_reduces that do not depend on each other. The
 gradients of a body's weights are such: only the optimizer reads them. What Megatron's layers add up
@@ -8,7 +7,7 @@ is none: the next layer needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,82 +15,101 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from autoshard.axes.axis_classes import AxisClasses
-from autoshard.axes.sharding_rules import FactorKind
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule
 from autoshard.cost_model.memory.liveness import END, MemoryTable
 from autoshard.cost_model.program.equation_classes import ProgramClasses
 from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS
-from autoshard.tracing.program import Body
+from autoshard.tracing.program import Body, Eqn, Value
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Sums:
-    """Where results are added up, if they are partial sums.
+class AllReduces:
+    """Where results are all_reduced, if they are partial sums.
 
     Attributes:
-        added: [points, works] how many results of a class are added up at a point.
-        done: [points, works] how many of them nobody would need any more there if they had been
-            added up at once.
-        points: Where several are added up together.
+        reduced: [points, equation classes] how many results of a class are all_reduced at a point.
+        outlived: [points, equation classes] how many of them nobody would need any more there if
+            they had been all_reduced at once.
+        points: Where several are combined.
     """
 
-    added: csr_array
-    done: csr_array
+    reduced: csr_array
+    outlived: csr_array
     points: NDArray[np.int64]
 
 
-def find_sums(
-    table: MemoryTable, classes: ProgramClasses, axes: AxisClasses, *, combined: bool
-) -> Sums:
-    """Where partial sums are added up.
+CombinableSums = dict[int, list[int]]
+"""By `Eqn.index` of what leaves partial sums, the `Eqn.index` of the readers of its results; none
+where a result leaves the body."""
+
+
+def find_all_reduces(
+    table: MemoryTable, classes: ProgramClasses, axis_classes: AxisClasses, *, combined: bool
+) -> AllReduces:
+    """Where partial sums are all_reduced.
 
     Args:
         table: What is alive where.
-        classes: The classes.
-        axes: The axis classes.
-        combined: True if the last sums of a body are one operation, where the last of them is made.
+        classes: The classes of the program.
+        axis_classes: Its axis classes.
+        combined: True if those of a body that do not depend on each other are one operation, where
+            the last of them is computed.
     """
-    eqns = np.flatnonzero(classes.of_eqn >= 0)
-    at, needed = table.point_of.copy(), np.full(len(table.point_of), END, dtype=np.int64)
-    points = []
-    for last in _last_sums(axes.program.body, axes) if combined else ():
-        group = list(last)
-        together = at[group].max()
-        at[group] = together
-        needed[group] = [
-            max((table.point_of[reader] for reader in last[eqn]), default=END) for eqn in group
-        ]
-        points.append(together)
+    reduced_at = table.point_of.copy()  # [equations]: points
+    last_read_at = np.full(len(table.point_of), END, dtype=np.int64)  # [equations]: points
+    combined_points = []
+    for sums in _combinable_sums(axis_classes) if combined else ():
+        eqns = list(sums)
+        point = reduced_at[eqns].max()
+        reduced_at[eqns] = point
+        for eqn, readers in sums.items():
+            last_read_at[eqn] = max((table.point_of[reader] for reader in readers), default=END)
+        combined_points.append(point)
+
+    eqns_of_classes = np.flatnonzero(classes.of_eqn >= 0)
+    outlived = eqns_of_classes[last_read_at[eqns_of_classes] < reduced_at[eqns_of_classes]]
     shape = (len(table.point_eqn), len(classes.equation_classes))
-    over = eqns[needed[eqns] < at[eqns]]
-    added, done = (
-        csr_array((np.ones(len(found)), (at[found], classes.of_eqn[found])), shape=shape)
-        for found in (eqns, over)
-    )
-    return Sums(added, done, np.unique(np.array(points, dtype=np.int64)))
+
+    def count(eqns: NDArray[np.int64]) -> csr_array:
+        """[points, equation classes] how many of these equations are all_reduced at a point."""
+        ones = np.ones(len(eqns))
+        return csr_array((ones, (reduced_at[eqns], classes.of_eqn[eqns])), shape=shape)
+
+    points = np.unique(np.array(combined_points, dtype=np.int64))
+    return AllReduces(count(eqns_of_classes), count(outlived), points)
 
 
-def _last_sums(body: Body, axes: AxisClasses) -> Iterator[dict[int, list[int]]]:
-    """For each body, its equations with a reduced loop whose results reach no contraction there,
-    and their readers.
+def _combinable_sums(axis_classes: AxisClasses) -> Iterator[CombinableSums]:
+    """What each body combines, if anything."""
+    program = axis_classes.program
+    bodies = [program.body, *(body for eqn in program.eqns for body in eqn.bodies)]
+    for body in bodies:
+        sums = _combinable_sums_of(body, axis_classes.rules)
+        if sums:
+            yield sums
 
-    Both by `Eqn.index`; no readers where a result leaves the body.
-    """
-    needed: set[int] = set()
-    readers: dict[int, list[int]] = {}
-    outputs = {v.index for v in body.outputs}
-    found: dict[int, list[int]] = {}
+
+def _combinable_sums_of(body: Body, rules: Sequence[ShardingRule]) -> CombinableSums:
+    """Equations of a body with a REDUCTION factor whose results reach no contraction of it."""
+    needed: set[Value] = set()  # what a contraction waits for
+    readers: dict[Value, list[int]] = {}
+    sums: CombinableSums = {}
     for eqn in reversed(body.eqns):
-        for inner in eqn.bodies:
-            yield from _last_sums(inner, axes)
-        waited_for = any(v.index in needed for v in eqn.outputs)
-        if not waited_for and FactorKind.REDUCTION in axes.rules[eqn.index].kinds:
-            leaves = any(v.index in outputs for v in eqn.outputs)
-            found[eqn.index] = (
-                [] if leaves else [r for v in eqn.outputs for r in readers.get(v.index, ())]
-            )
+        waited_for = not needed.isdisjoint(eqn.outputs)
+        if not waited_for and FactorKind.REDUCTION in rules[eqn.index].kinds:
+            sums[eqn.index] = _readers_inside(eqn, readers, body)
         if waited_for or eqn.bodies or eqn.primitive in ANCHORS | CUT_KERNELS:
-            needed.update(v.index for v in eqn.inputs)
+            needed.update(eqn.inputs)
         for value in eqn.inputs:
-            readers.setdefault(value.index, []).append(eqn.index)
-    if found:
-        yield found
+            readers.setdefault(value, []).append(eqn.index)
+    return sums
+
+
+def _readers_inside(eqn: Eqn, readers: dict[Value, list[int]], body: Body) -> list[int]:
+    """`Eqn.index` of the readers of an equation's results; none where one leaves the body."""
+    inside: list[int] = []
+    for value in eqn.outputs:
+        if value in body.outputs:
+            return []
+        inside += readers.get(value, ())
+    return inside

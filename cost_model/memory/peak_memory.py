@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from autoshard.cost_model.memory.all_reduce_combining import Sums
+from autoshard.cost_model.memory.all_reduce_combining import AllReduces
 from autoshard.cost_model.memory.liveness import MemoryTable
+from autoshard.cost_model.program.applied_constraints import Array
 from autoshard.cost_model.program.equation_classes import ProgramClasses, ValueClass
 from autoshard.cost_model.program.propagation import Propagated
-from autoshard.cost_model.step_time.cost_tables import CopyColumns
-from autoshard.cost_model.step_time.reshard import Array
+from autoshard.cost_model.step_time.temporaries import CopyColumns
 from autoshard.layout.placements import Placements
 
 WINDOW = 8
@@ -51,7 +51,7 @@ class Peak:
         columns: Sequence[MemoryColumn],
         placements: Placements,
         copies: CopyColumns,
-        sums: Sums,
+        sums: AllReduces,
     ) -> None:
         """Prunes the points.
 
@@ -78,7 +78,9 @@ class Peak:
         self._points = kept
         self._alive = np.ascontiguousarray(table.alive_bytes[kept])
         self._work = work[kept]
-        self._sums = np.concatenate([sums.added[kept].toarray(), sums.done[kept].toarray()], axis=1)
+        self._sums = np.concatenate(
+            [sums.reduced[kept].toarray(), sums.outlived[kept].toarray()], axis=1
+        )
         self._counts = csr_array((len(kept), 3 * self._works))
         self._known_copies = -1
         self._share: list[NDArray[np.float64]] = [
@@ -122,7 +124,7 @@ class Peak:
 
         Args:
             index: [1, mesh axes + 1] from `Placements`.
-            held: From `Costs.held`.
+            held: From `CostTables.temporaries`.
         """
         share = self.shares(index)
         _, column, beside = held
@@ -142,7 +144,7 @@ class Peak:
 
         Args:
             index: [layouts, mesh axes + 1] from `Placements`.
-            held: (layout, column, bytes) from `Costs.held`.
+            held: (layout, column, bytes) from `CostTables.temporaries`.
         """
         if not len(self._points):
             return np.zeros(len(index))
@@ -171,7 +173,7 @@ class Peak:
                 share = np.where(self._shut, 1.0, 1.0 / factors)
                 share = np.where(self._split(rows[known:]), 1.0 / size, share)
                 self._share[axis] = np.concatenate([self._share[axis], share])
-        total = len(self._copies.uses)
+        total = len(self._copies.value_class)
         if self._known_copies < total:
             self._known_copies = max(self._known_copies, 0)
             blocks = (
@@ -179,7 +181,7 @@ class Peak:
             )
             for number in range(self._known_copies, total):
                 blocks.append(
-                    self._alive_copies(self._copies.uses[number], self._copies.readers[number])[
+                    self._alive_copies(self._copies.value_class[number], self._copies.readers[number])[
                         :, None
                     ]
                 )
