@@ -1,66 +1,79 @@
-"""A spec table as one HTML file that a manager can read and an engineer can search: no network,
-light, dark, phone.
+"""A spec table as one HTML file that a manager can read and an engineer can search.
+
+No network; light, dark, phone. What the page says is computed here, `templates/` has the markup.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
-from importlib.resources import files
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from autoshard.evidence.candidate import Candidate, Status, winner_of
-from autoshard.report.svg import Point, mesh_svg, scatter_svg
+from autoshard.report.candidate_texts import CandidateTexts, candidate_texts
+from autoshard.report.svg import AxisName, Point, mesh_svg, scatter_svg
+from autoshard.report.templates import fill, markup
 from autoshard.table.leaf_patterns import fold
 from autoshard.table.spec_table import Leaf, SpecTable, candidates_of, spec_text
-from autoshard.text import bytes_text, printable, seconds_text
+from autoshard.text import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 _GROUPS = ("parameters", "optimizer", "data", "other")
-_KEY_BYTES = 8
+
+KEY_BYTES = 8
+"""Bytes of a typed random key: threefry2x32, jax's default, has two 32-bit words. Without it
+test_bytes_of_a_leaf fails."""
+
+NOISE = 0.005
+"""Share by which two medians must differ to be called different. Chosen by hand; no test depends on
+it."""
 
 
 def report_html(table: SpecTable) -> str:
     """The page."""
     candidates = candidates_of(table)
-    title = f"{table.function} on {_mesh_text(table)}"
-    body = "\n".join(
-        [
-            _head(table, candidates, title),
-            _stored(table),
-            _candidates(candidates),
-            _plots(candidates),
-            _rules(table),
-            _specs(table),
-            _constraints(table),
-            _evidence(table),
-        ]
+    evidence = table.evidence
+    when = evidence.when.replace("T", " ").replace("Z", " UTC")
+    return fill(
+        "page.html",
+        table=table,
+        title=f"{table.function} on {_mesh_text(table)}",
+        verified=table.verified.startswith("yes"),
+        searched=f"searched {when}" if when else "not searched: a known layout",
+        sentences=summary(table, candidates),
+        cards=_cards(table, winner_of(candidates)),
+        mesh=mesh_svg(table.mesh.axes, _bytes_on_device(table), bytes_text),
+        memory=_memory_rows(table),
+        candidates=_candidate_rows(candidates),
+        plots=_plots(candidates),
+        leaves=_leaf_rows(table.inputs),
+        hardware=", ".join(f"{k} {v}" for k, v in evidence.hardware.items()) or "unknown",
+        versions=", ".join(f"{k} {v}" for k, v in evidence.versions.items()),
+        search_took=seconds_text(evidence.search_s) if evidence.search_s else "no search",
     )
-    page = files("autoshard.report").joinpath("page.html").read_text(encoding="utf-8")
-    return page.replace("<!--TITLE-->", _safe(title)).replace("<!--BODY-->", body)
 
 
 def fragment_html(table: SpecTable) -> str:
     """The part that a notebook shows: what the plan is in words, its rules and specs."""
-    return "\n".join(
-        [
-            f"<p><b>{_safe(table.function)}</b> on {_safe(_mesh_text(table))}</p>",
-            *(f"<p>{sentence}</p>" for sentence in summary(table, candidates_of(table))),
-            f"<p>Rules: "
-            f"{', '.join(f'<code>{_safe(rule)}</code>' for rule in table.rules) or 'none'}</p>",
-            _leaf_table(table.inputs, ""),
-        ]
+    return fill(
+        "fragment.html",
+        table=table,
+        mesh=_mesh_text(table),
+        sentences=summary(table, candidates_of(table)),
+        leaves=_leaf_rows(table.inputs),
     )
-
-
-def _safe(text: object) -> str:
-    return escape(printable(str(text)))
 
 
 def _mesh_text(table: SpecTable) -> str:
     return ", ".join(f"{name}={size}" for name, size in table.mesh.axes.items())
+
+
+# Memory -------------------------------------------------------------------------------------------
 
 
 def leaf_bytes(leaf: Leaf) -> int:
@@ -68,396 +81,288 @@ def leaf_bytes(leaf: Leaf) -> int:
     try:
         itemsize = jnp.dtype(leaf.dtype).itemsize
     except TypeError:  # a typed random key
-        itemsize = _KEY_BYTES
+        itemsize = KEY_BYTES
     return itemsize * math.prod(leaf.shape)
 
 
 def shard_bytes(leaf: Leaf, axes: dict[str, int]) -> int:
-    """Bytes of the piece that one device stores."""
-    names = [
-        a for dim in leaf.spec if dim is not None for a in ([dim] if isinstance(dim, str) else dim)
-    ]
-    return leaf_bytes(leaf) // max(1, math.prod(axes.get(name, 1) for name in names))
+    """Bytes of the shard that one device stores."""
+    shards = math.prod(axes.get(name, 1) for name in _mesh_axes_of(leaf))
+    return leaf_bytes(leaf) // max(1, shards)
 
 
-def _by_group(table: SpecTable, of_one: bool) -> dict[str, int]:
-    found = dict.fromkeys(_GROUPS, 0)
-    for leaf in table.inputs.values():
-        group = leaf.group if leaf.group in _GROUPS else "other"
-        found[group] += shard_bytes(leaf, table.mesh.axes) if of_one else leaf_bytes(leaf)
-    return {group: count for group, count in found.items() if count}
+def _mesh_axes_of(leaf: Leaf) -> list[str]:
+    """Mesh axes over which a leaf is split."""
+    axes: list[str] = []
+    for entry in leaf.spec:
+        if isinstance(entry, str):
+            axes.append(entry)
+        elif entry is not None:
+            axes.extend(entry)
+    return axes
 
 
-def summary(table: SpecTable, candidates: Sequence[Candidate]) -> list[str]:
-    """The plan in plain words, a sentence each (HTML)."""
-    devices = math.prod(table.mesh.axes.values())
-    one, whole = sum(_by_group(table, True).values()), sum(_by_group(table, False).values())
-    sentences = [
-        f"The work of one call is shared by <b>{devices} devices</b>, arranged as "
-        f"{_safe(_mesh_text(table))}. "
-        f"Its arguments are {bytes_text(whole)}; each device keeps <b>{bytes_text(one)}</b> of them"
-        + (f", {whole / one:.1f} times less than the whole." if one < whole else ", the whole.")
-    ]
-    used = {
-        a
-        for leaf in table.inputs.values()
-        for d in leaf.spec
-        if d
-        for a in ([d] if isinstance(d, str) else d)
-    }
-    idle = [axis for axis in table.mesh.axes if axis not in used]
+def _idle_axes(table: SpecTable) -> list[str]:
+    """Mesh axes over which no argument is split."""
+    used = {axis for leaf in table.inputs.values() for axis in _mesh_axes_of(leaf)}
+    return [axis for axis in table.mesh.axes if axis not in used]
+
+
+def _bytes_on_device(table: SpecTable) -> dict[str, int]:
+    """By group of arguments, bytes on one device; without empty groups."""
+    return _by_group((leaf, shard_bytes(leaf, table.mesh.axes)) for leaf in table.inputs.values())
+
+
+def _bytes_in_all(table: SpecTable) -> dict[str, int]:
+    """By group of arguments, bytes of the whole arrays; without empty groups."""
+    return _by_group((leaf, leaf_bytes(leaf)) for leaf in table.inputs.values())
+
+
+def _by_group(bytes_of_leaf: Iterable[tuple[Leaf, int]]) -> dict[str, int]:
+    total = dict.fromkeys(_GROUPS, 0)
+    for leaf, count in bytes_of_leaf:
+        total[leaf.group if leaf.group in _GROUPS else "other"] += count
+    return {group: count for group, count in total.items() if count}
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryRow:
+    group: str
+    whole: str
+    on_device: str
+    times_less: str
+
+
+def _memory_rows(table: SpecTable) -> list[_MemoryRow]:
+    """A row for each group of arguments, the last one for all."""
+    on_device, whole = _bytes_on_device(table), _bytes_in_all(table)
+    rows = []
+    for group, count in on_device.items():
+        times_less = f"{whole[group] / max(1, count):.3g}"
+        rows.append(_MemoryRow(group, bytes_text(whole[group]), bytes_text(count), times_less))
+    total, total_on_device = sum(whole.values()), sum(on_device.values())
+    rows.append(_MemoryRow("all arguments", bytes_text(total), bytes_text(total_on_device), ""))
+    return rows
+
+
+# In words -----------------------------------------------------------------------------------------
+
+
+def summary(table: SpecTable, candidates: Sequence[Candidate]) -> list[Markup]:
+    """The plan in plain words, a sentence each."""
+    sentences = [_shared(table)]
+    idle = _idle_axes(table)
     if idle:
-        sentences.append(f"No argument is split over {_safe(', '.join(idle))}.")
+        sentences.append(markup("No argument is split over {}.", ", ".join(idle)))
     winner = winner_of(candidates)
-    presets = [t for t in candidates if t.is_preset and t is not winner]
+    presets = [c for c in candidates if c.is_preset and c is not winner]
     if winner is not None and not table.edited:
-        sentences += _against(winner, presets)
+        if winner.is_preset:
+            sentences.append(markup("It is the standard layout <b>{}</b>.", winner.name))
+        sentences += _measured_against(winner, presets)
+        sentences += _compiled_against(winner, presets)
     compared = "compared and agree" if table.verified.startswith("yes") else "not compared"
-    sentences.append(
-        f"Its results were {compared}: {_safe(table.verified.partition(' (')[2][:-1])}."
-    )
+    reason = table.verified.partition(" (")[2][:-1]
+    sentences.append(markup("Its results were {}: {}.", compared, reason))
     return sentences
 
 
-def _against(winner: Candidate, presets: Sequence[Candidate]) -> list[str]:
-    standard = winner.is_preset
-    found = [f"It is the standard layout <b>{_safe(winner.name)}</b>."] if standard else []
-    measured = [t for t in presets if t.measured]
-    if winner.measured and measured:
-        best = min(measured, key=lambda t: t.measured.median_s if t.measured else math.inf)
-        assert best.measured is not None
-        ratio = best.measured.median_s / winner.measured.median_s
-        how = (
-            f"{ratio:.2f} times as fast as"
-            if ratio >= 1.005
-            else "as fast as"
-            if ratio > 0.995
-            else "no faster than"
-        )
-        other = "next best" if standard else "best"
-        found.append(
-            f"Measured, one call takes <b>{seconds_text(winner.measured.median_s)}</b>: {how} the "
-            f"{other} standard "
-            f"layout ({_safe(best.name)}, {seconds_text(best.measured.median_s)})."
-        )
-    compiled = [t.compiled for t in presets if t.compiled]
-    if winner.compiled and compiled:
-        low, high = min(c.peak_bytes for c in compiled), max(c.peak_bytes for c in compiled)
-        span = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-        found.append(
-            f"The compiled program needs <b>{bytes_text(winner.compiled.peak_bytes)}</b> a device, "
-            f"and a device sends "
-            f"{bytes_text(winner.compiled.collective_bytes)} to others in one call; other standard "
-            f"layouts need {span}."
-        )
-    return found
-
-
-def _head(table: SpecTable, candidates: Sequence[Candidate], title: str) -> str:
-    yes = table.verified.startswith("yes")
-    stale = (
-        '<div class="banner"><b>Stale.</b> Specs or rules were edited after the search: the '
-        'numbers below are of the '
-        "plan before the edit.</div>" if table.edited else ""
-    )  # fmt: skip
-    badge = f'<span class="badge {"good" if yes else "bad"}">{"verified" if yes else "not verified"}</span>'
-    when = table.evidence.when.replace("T", " ").replace("Z", " UTC")
-    searched = f"searched {when}" if when else "not searched: a known layout"
-    sentences = "".join(f"<p>{sentence}</p>" for sentence in summary(table, candidates))
-    return (
-        f'<header><h1>{_safe(title)}</h1><p>{badge}<span class="soft '
-        f'small">{_safe(searched)}</span></p></header>'
-        f"{stale}<section>{sentences}</section>{_cards(candidates, table)}"
+def _shared(table: SpecTable) -> Markup:
+    on_device = sum(_bytes_on_device(table).values())
+    whole = sum(_bytes_in_all(table).values())
+    less = (
+        f"{whole / on_device:.1f} times less than the whole" if on_device < whole else "the whole"
+    )
+    return markup(
+        "The work of one call is shared by <b>{} devices</b>, arranged as {}. Its arguments are "
+        "{}; each device keeps <b>{}</b> of them, {}.",
+        math.prod(table.mesh.axes.values()),
+        _mesh_text(table),
+        bytes_text(whole),
+        bytes_text(on_device),
+        less,
     )
 
 
-def _cards(candidates: Sequence[Candidate], table: SpecTable) -> str:
-    winner = winner_of(candidates)
-    cards = []
-    if winner is not None and winner.measured:
-        cards.append(
-            (
-                seconds_text(winner.measured.median_s),
-                f"a call, measured ({winner.measured.rounds} rounds)",
-            )
+def _measured_against(winner: Candidate, presets: Sequence[Candidate]) -> list[Markup]:
+    """The measured time beside that of the fastest preset; nothing where either has none."""
+    others = [(preset.measured.median_s, preset) for preset in presets if preset.measured]
+    if winner.measured is None or not others:
+        return []
+    best_s, best = min(others, key=lambda other: other[0])
+    ratio = best_s / winner.measured.median_s
+    if ratio >= 1 + NOISE:
+        speed = f"{ratio:.2f} times as fast as"
+    else:
+        speed = "as fast as" if ratio > 1 - NOISE else "no faster than"
+    return [
+        markup(
+            "Measured, one call takes <b>{}</b>: {} the {} standard layout ({}, {}).",
+            seconds_text(winner.measured.median_s),
+            speed,
+            "next best" if winner.is_preset else "best",
+            best.name,
+            seconds_text(best_s),
         )
-        cards.append((f"{1 / winner.measured.median_s:.3g} / s", "calls, measured"))
-    elif winner is not None and winner.predicted:
-        cards.append((seconds_text(winner.predicted.time_s), "a call, predicted"))
-    if winner is not None and winner.compiled:
-        cards.append((bytes_text(winner.compiled.peak_bytes), "peak memory a device, compiled"))
-        cards.append(
-            (bytes_text(winner.compiled.collective_bytes), "a device sends in a call, compiled")
-        )
-    cards.append(
-        (bytes_text(sum(_by_group(table, True).values())), "of the arguments on each device")
-    )
-    stale = " (stale)" if table.edited else ""
-    return '<div class="cards">' + "".join(
-        f'<div '
-        f'class="card"><b>{_safe(number)}</b><span>{_safe(what)}{stale if i < len(cards) - 1 else ""}</span></div>'
-        for i, (number, what) in enumerate(cards)
-    ) + "</div>"  # fmt: skip
-
-
-def _stored(table: SpecTable) -> str:
-    one, whole = _by_group(table, True), _by_group(table, False)
-    legend = "".join(f'<span><i class="key {group}"></i>{group}</span>' for group in one)
-    rows = [
-        [
-            f'<i class="key {g}"></i>{g}',
-            bytes_text(whole[g]),
-            bytes_text(one[g]),
-            f"{whole[g] / max(1, one[g]):.3g}",
-        ]
-        for g in one
     ]
-    total = ["all arguments", *map(bytes_text, (sum(whole.values()), sum(one.values()))), ""]
-    drawing = mesh_svg(table.mesh.axes, one, bytes_text)
-    return (
-        f'<h2>The mesh, and what each device stores</h2><div class="wide">{drawing}</div>'
-        f'<p class="legend small">{legend}</p>'
-        + _table(
-            ["stored", "whole", "on each device", "times less"], [*rows, total], numbers={1, 2, 3}
+
+
+def _compiled_against(winner: Candidate, presets: Sequence[Candidate]) -> list[Markup]:
+    """The compiled program's memory beside that of the presets; nothing where none was compiled."""
+    peaks = [preset.compiled.peak_bytes for preset in presets if preset.compiled]
+    if winner.compiled is None or not peaks:
+        return []
+    low, high = bytes_text(min(peaks)), bytes_text(max(peaks))
+    return [
+        markup(
+            "The compiled program needs <b>{}</b> a device, and a device sends {} to others in one "
+            "call; other standard layouts need {}.",
+            bytes_text(winner.compiled.peak_bytes),
+            bytes_text(winner.compiled.collective_bytes),
+            low if min(peaks) == max(peaks) else f"{low} to {high}",
         )
-    )
+    ]
 
 
-_COLUMNS = (
-    "candidate", "outcome", "predicted time", "measured time", "calls / s", "predicted peak", "compiled peak",
-    "predicted sent", "partitioned sent", "compiled sent",
-)  # fmt: skip
+# Numbers ------------------------------------------------------------------------------------------
 
 
-def _candidates(candidates: Sequence[Candidate]) -> str:
-    if not candidates:
-        return '<h2>Candidates</h2><p class="soft">None: this layout was applied, not searched.</p>'
-    rows, classes = [], []
-    for t in sorted(
-        candidates,
-        key=lambda t: (t.status.rank, t.measured.median_s if t.measured else _predicted(t)),
-    ):
-        p, c, m = t.predicted, t.compiled, t.measured
-        rows.append(
-            [
-                _safe(t.name),
-                _safe(f"{t.status}{': ' + t.reason.splitlines()[0] if t.reason else ''}"),
-                seconds_text(p.time_s) if p else "",
-                seconds_text(m.median_s) if m else "",
-                f"{1 / m.median_s:.3g}" if m else "",
-                bytes_text(p.peak_bytes) if p else "",
-                bytes_text(c.peak_bytes) if c else "",
-                bytes_text(p.collective_bytes) if p else "",
-                bytes_text(t.partitioned.collective_bytes) if t.partitioned else "",
-                bytes_text(c.collective_bytes) if c else "",
-            ]
-        )
-        classes.append(t.status)
-    note = (
-        '<p class="soft small">Each number says where it is from: the model (predicted), the '
-        "partitioner "
-        "(partitioned), the compiled program (compiled) or the clock (measured). What is sent is "
-        "what one device sends "
-        "in one call.</p>"
-    )
-    return f"<h2>Candidates</h2>{note}" + _table(
-        _COLUMNS, rows, numbers=set(range(2, 10)), classes=classes, keep={0, 1}
-    )
+@dataclass(frozen=True, slots=True)
+class _Card:
+    number: str
+    meaning: str
 
 
-def _predicted(candidate: Candidate) -> float:
+def _cards(table: SpecTable, winner: Candidate | None) -> list[_Card]:
+    """The numbers of the winner; the last card, of the arguments, holds for an edited table too."""
+    stale = " (stale)" if table.edited else ""
+    cards = []
+    if winner is not None:
+        texts = candidate_texts(winner)
+        if winner.measured:
+            rounds = f"a call, measured ({winner.measured.rounds} rounds){stale}"
+            cards.append(_Card(texts.measured_time, rounds))
+            cards.append(_Card(f"{texts.calls_per_s} / s", f"calls, measured{stale}"))
+        elif winner.predicted:
+            cards.append(_Card(texts.predicted_time, f"a call, predicted{stale}"))
+        if winner.compiled:
+            peak, sent = "peak memory a device, compiled", "a device sends in a call, compiled"
+            cards.append(_Card(texts.compiled_peak, f"{peak}{stale}"))
+            cards.append(_Card(texts.compiled_sent, f"{sent}{stale}"))
+    on_device = bytes_text(sum(_bytes_on_device(table).values()))
+    cards.append(_Card(on_device, "of the arguments on each device"))
+    return cards
+
+
+def _candidate_rows(candidates: Sequence[Candidate]) -> list[tuple[Candidate, CandidateTexts]]:
+    """The candidates, best first, with their texts."""
+    ordered = sorted(candidates, key=lambda c: (c.status.rank, _measured_or_predicted_s(c)))
+    return [(candidate, candidate_texts(candidate)) for candidate in ordered]
+
+
+def _measured_or_predicted_s(candidate: Candidate) -> float:
+    if candidate.measured:
+        return candidate.measured.median_s
     return candidate.predicted.time_s if candidate.predicted else math.inf
 
 
-def _kind(candidate: Candidate) -> str:
-    return (
-        "winner"
-        if candidate.status is Status.WINNER
-        else "preset"
-        if candidate.is_preset
-        else "dot"
-    )
+@dataclass(frozen=True, slots=True)
+class _LeafRow:
+    path: str
+    numbers: str
+    spec: str
+    array: str
+    logical_axes: str
 
 
-def _plots(candidates: Sequence[Candidate]) -> str:
-    measured = sum(t.measured is not None for t in candidates) >= 2
-    time_name = "time, measured" if measured else "time, predicted"
-    compiled = sum(t.compiled is not None for t in candidates) >= 2
-    memory_name = "peak a device, compiled" if compiled else "peak a device, predicted"
-
-    def time(t: Candidate) -> float:
-        return (
-            (t.measured.median_s if t.measured else 0.0)
-            if measured
-            else t.predicted.time_s
-            if t.predicted
-            else 0.0
-        )
-
-    def memory(t: Candidate) -> float:
-        return (
-            (t.compiled.peak_bytes if t.compiled else 0)
-            if compiled
-            else t.predicted.peak_bytes
-            if t.predicted
-            else 0
-        )
-
-    def points(of: Iterable[tuple[Candidate, float, float]]) -> list[Point]:
-        return [Point(x, y, t.name, _kind(t)) for t, x, y in of if x > 0 and y > 0]
-
-    trade = points((t, memory(t), time(t)) for t in candidates)
-    plots = []
-    if len(trade) >= 2:
-        drawing = scatter_svg(trade, memory_name, time_name, bytes_text, seconds_text, front=True)
-        plots.append(
-            (
-                drawing,
-                "Time against memory. Left and low is better; the dashed line joins what nothing "
-                "beats.",
-            )
-        )
-    compared: Sequence[tuple[str, str, Any, Any, Any]] = (
-        ("peak", "compiled", bytes_text, lambda t: t.predicted.peak_bytes,
-         lambda t: t.compiled and t.compiled.peak_bytes),
-        ("sent", "compiled", bytes_text, lambda t: t.predicted.collective_bytes,
-         lambda t: t.compiled and t.compiled.collective_bytes),
-        ("time", "measured", seconds_text, lambda t: t.predicted.time_s, lambda t: t.measured and t.measured.median_s),
-    )  # fmt: skip
-    for what, source, text, predicted, found in compared:
-        both = points((t, predicted(t), found(t) or 0) for t in candidates if t.predicted)
-        if len(both) >= 2:
-            drawing = scatter_svg(
-                both, f"{what}, predicted", f"{what}, {source}", text, text, diagonal=True
-            )
-            plots.append(
-                (drawing, f"Predicted against {source}: {what}. On the dashed line they are equal.")
-            )
-    if not plots:
-        return ""
-    legend = (
-        '<p class="legend small"><span><i class="key" '
-        'style="background:var(--accent)"></i>winner</span>'
-        '<span><i class="key optimizer"></i>standard layout (preset)</span>'
-        '<span><i class="key other"></i>found by search</span></p>'
-    )
-    figures = "".join(
-        f"<figure>{drawing}<figcaption>{escape(c)}</figcaption></figure>" for drawing, c in plots
-    )
-    return f'<h2>Trade-offs, and how good the predictions are</h2>{legend}<div class="plots">{figures}</div>'
-
-
-def _rules(table: SpecTable) -> str:
-    where = (
-        "stated inside the function too"
-        if table.constraints == "anchors"
-        else "on arguments and outputs only"
-    )
-    items = "".join(f"<li><code>{_safe(rule)}</code></li>" for rule in table.rules)
-    listed = (
-        f'<ol class="rules">{items}</ol>' if items else "<p>None: everything is replicated.</p>"
-    )
-    return (
-        f'<h2>Rules</h2><p class="soft small">Each array takes the rules in order: a rule gives a '
-        f"mesh axis to the "
-        f"dimension with that name, if the axis is still free in this array and divides the "
-        f"dimension; {where}.</p>" + listed
-    )
-
-
-def _specs(table: SpecTable) -> str:
-    box = (
-        '<input type="search" id="find" placeholder="Search leaves, specs, logical axes" '
-        'aria-label="Search specs" '
-        'data-rows="tr.leaf" data-count="found"><p class="soft small" id="found"></p>'
-    )
-    return f"<h2>Specs</h2>{box}{_leaf_table(table.inputs, 'leaf')}"
-
-
-def _leaf_table(leaves: dict[str, Leaf], row_class: str) -> str:
+def _leaf_rows(leaves: dict[str, Leaf]) -> list[_LeafRow]:
+    """A row for each leaf or pattern of leaves."""
     rows = []
     for path, (each, leaf) in fold(leaves).items():
-        where = f' <span class="soft small">* is {_safe("; ".join(each))}</span>' if each else ""
-        logical_axes = " ".join(logical_axis or "-" for logical_axis in leaf.logical_axes)
-        rows.append(
-            [
-                f"<code>{_safe(path)}</code>{where}",
-                f"<code>{_safe(spec_text(leaf.spec))}</code>",
-                f"<code>{_safe(leaf.dtype)}{leaf.shape}</code>",
-                f'<span class="soft">{_safe(logical_axes)}</span>',
-            ]
-        )
-    return _table(
-        ["leaf", "spec", "array", "logical axes of its dimensions"],
-        rows,
-        classes=[row_class] * len(rows),
-        keep={1, 2, 3},
-    )
+        array = f"{leaf.dtype}{leaf.shape}"
+        logical_axes = " ".join(name or "-" for name in leaf.logical_axes)
+        rows.append(_LeafRow(path, "; ".join(each), spec_text(leaf.spec), array, logical_axes))
+    return rows
 
 
-def _constraints(table: SpecTable) -> str:
-    if not table.inside:
-        return "<h2>Constraints inside the function</h2><p>None: the layout is stated on arguments and outputs only.</p>"
-    rows = [
-        [
-            f"<code>{_safe(e.source)}</code>",
-            f"{_safe(e.primitive)}, {_safe(e.place)}",
-            f"<code>{e.shape}</code>",
-            f"<code>{_safe(e.spec)}</code>",
-            str(e.times),
-        ]
-        for e in table.inside
-    ]
-    listed = _table(
-        ["source", "where", "shape", "spec", "times"],
-        rows,
-        numbers={4},
-        classes=["stated"] * len(rows),
-        keep={0},
-    )
-    return (
-        '<h2>Constraints inside the function</h2><p class="soft small">The compiler is told the '
-        "layout at these places "
-        "of the model too, because arguments alone leave it to guess.</p><details><summary>"
-        f"{len(rows)} constraints by source line</summary>"
-        '<input type="search" placeholder="Search constraints" aria-label="Search constraints" '
-        f'data-rows="tr.stated" data-count="stated"><p class="soft small" '
-        f'id="stated"></p>{listed}</details>'
-    )
+# Plots --------------------------------------------------------------------------------------------
 
 
-def _evidence(table: SpecTable) -> str:
-    found = table.evidence
-    rows = [
-        ["hardware", _safe(", ".join(f"{k} {v}" for k, v in found.hardware.items()) or "unknown")],
-        ["versions", _safe(", ".join(f"{k} {v}" for k, v in found.versions.items()))],
-        ["search took", seconds_text(found.search_s) if found.search_s else "no search"],
-        ["program", f"<code>{_safe(found.fingerprint)}</code>"],
-        ["arguments", f"<code>{_safe(found.arguments)}</code>"],
-    ]
-    return "<h2>Where this comes from</h2>" + _table(["", ""], rows)
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    drawing: Markup
+    caption: str
 
 
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: set[int] | None = None,
-    classes: Sequence[str] | None = None, keep: set[int] | None = None,
-) -> str:  # fmt: skip
-    """A table of cells that are HTML already; `numbers` are right-aligned columns, `keep` those
-    that do not wrap.
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number of a candidate.
+
+    Attributes:
+        provenance: `predicted`, `compiled` or `measured`: where it is from.
+        field: Its name there.
     """
 
-    def cell(tag: str, i: int, text: str) -> str:
-        kind = (
-            ' class="n"' if i in (numbers or ()) else ' class="keep"' if i in (keep or ()) else ""
-        )
-        return f"<{tag}{kind}>{text}</{tag}>"
+    provenance: str
+    field: str
 
-    lines = (
-        [f"<tr>{''.join(cell('th', i, escape(h)) for i, h in enumerate(head))}</tr>"]
-        if any(head)
-        else []
-    )
-    for number, row in enumerate(rows):
-        css = f' class="{classes[number]}"' if classes and classes[number] else ""
-        lines.append(f"<tr{css}>{''.join(cell('td', i, text) for i, text in enumerate(row))}</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+    def of(self, candidate: Candidate) -> float:
+        """The number; 0 where the candidate has none of this provenance."""
+        evidence = getattr(candidate, self.provenance)
+        return 0.0 if evidence is None else float(getattr(evidence, self.field))
+
+    def known(self, candidates: Iterable[Candidate]) -> bool:
+        """True if there are enough for a plot."""
+        return sum(getattr(candidate, self.provenance) is not None for candidate in candidates) >= 2
+
+
+_PREDICTED_TIME = _Number("predicted", "time_s")
+_PREDICTED_PEAK = _Number("predicted", "peak_bytes")
+_PREDICTED_SENT = _Number("predicted", "collective_bytes")
+_COMPILED_PEAK = _Number("compiled", "peak_bytes")
+_COMPILED_SENT = _Number("compiled", "collective_bytes")
+_MEASURED_TIME = _Number("measured", "median_s")
+
+_COMPARED = (
+    ("peak", _PREDICTED_PEAK, _COMPILED_PEAK, bytes_text),
+    ("sent", _PREDICTED_SENT, _COMPILED_SENT, bytes_text),
+    ("time", _PREDICTED_TIME, _MEASURED_TIME, seconds_text),
+)
+"""What is predicted, and the number that tells how well."""
+
+
+def _plots(candidates: Sequence[Candidate]) -> list[_Plot]:
+    """Time against memory, and predictions against what was compiled or measured."""
+    plots = []
+    time = _MEASURED_TIME if _MEASURED_TIME.known(candidates) else _PREDICTED_TIME
+    memory = _COMPILED_PEAK if _COMPILED_PEAK.known(candidates) else _PREDICTED_PEAK
+    points = _points(candidates, memory, time)
+    if len(points) >= 2:
+        x = AxisName(f"peak a device, {memory.provenance}", bytes_text)
+        y = AxisName(f"time, {time.provenance}", seconds_text)
+        caption = (
+            "Time against memory. Left and low is better; the dashed line joins what nothing beats."
+        )
+        plots.append(_Plot(scatter_svg(points, x, y, front=True), caption))
+    for what, predicted, actual, text in _COMPARED:
+        points = _points(candidates, predicted, actual)
+        if len(points) >= 2:
+            x = AxisName(f"{what}, predicted", text)
+            y = AxisName(f"{what}, {actual.provenance}", text)
+            caption = (
+                f"Predicted against {actual.provenance}: {what}. On the dashed line they are equal."
+            )
+            plots.append(_Plot(scatter_svg(points, x, y, diagonal=True), caption))
+    return plots
+
+
+def _points(candidates: Iterable[Candidate], x: _Number, y: _Number) -> list[Point]:
+    """The candidates that have both numbers; a logarithmic axis has no place for 0."""
+    points = [Point(x.of(c), y.of(c), c.name, _kind(c)) for c in candidates]
+    return [point for point in points if point.x > 0 and point.y > 0]
+
+
+def _kind(candidate: Candidate) -> str:
+    if candidate.status is Status.WINNER:
+        return "winner"
+    return "preset" if candidate.is_preset else "dot"

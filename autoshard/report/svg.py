@@ -1,5 +1,6 @@
-"""Drawings of the HTML report: the mesh with what each device stores, and scatter plots; colours
-come from CSS.
+"""Drawings of the HTML report: the mesh with what each device stores, and scatter plots.
+
+Here is the geometry, in pixels; the markup is in `templates/`, the colours are in the page's CSS.
 """
 
 from __future__ import annotations
@@ -8,16 +9,22 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape as escape_html
+from typing import TYPE_CHECKING
 
-from autoshard.text import printable
+from autoshard.evidence.pareto import pareto
+from autoshard.report.templates import fill
 
-_MOST_DEVICES = 64
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
+MOST_DEVICES = 64
+"""Devices that are drawn; all are alike, so more show nothing. Chosen by hand;
+test_large_meshes_are_drawn_in_part pins it."""
 
-def escape(text: str) -> str:
-    """Text for markup and for terminals: nothing in it acts."""
-    return escape_html(printable(text))
+MOST_COLUMNS = 8
+"""Devices side by side: as many as fit a page of 1120 pixels."""
+
+_Text = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,166 +37,215 @@ class Point:
     kind: str
 
 
-def mesh_svg(
-    axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: Callable[[float], str]
-) -> str:
+# The mesh -----------------------------------------------------------------------------------------
+
+DEVICE_WIDTH, DEVICE_HEIGHT, GAP, MARGIN, HEAD = 118, 74, 8, 8, 30
+"""Pixels of a device's box, between boxes, around them, and above them. Chosen by eye."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    group: str
+    x: float
+    width: float
+    size: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    number: int
+    x: int
+    y: int
+    coordinates: str
+    label: str
+    bars: tuple[_Bar, ...]
+    width: int = DEVICE_WIDTH
+    height: int = DEVICE_HEIGHT
+
+
+def mesh_svg(axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: _Text) -> Markup:
     """The mesh as a grid, its last axis across; in each device a bar of what it stores, by group.
 
     Args:
         axes: Mesh axes and sizes.
-        stored: Bytes of each group on one device; the same on all, since every piece of an array is
-            of one size.
+        stored: Bytes of each group on one device; the same on all, since all shards of an array
+            have one size.
         bytes_text: Bytes for people.
     """
     names, sizes = list(axes), list(axes.values())
-    places = list(itertools.islice(itertools.product(*map(range, sizes)), _MOST_DEVICES))
-    columns = sizes[-1] if sizes and sizes[-1] > 1 else math.ceil(math.sqrt(len(places)))
-    columns = min(columns, 8)
-    width, height, gap, left, top = 118, 74, 8, 8, 30
-    rows = math.ceil(len(places) / columns)
+    positions = list(itertools.islice(itertools.product(*map(range, sizes)), MOST_DEVICES))
+    columns = sizes[-1] if sizes and sizes[-1] > 1 else math.ceil(math.sqrt(len(positions)))
+    columns = min(columns, MOST_COLUMNS)
+    devices = []
+    for number, position in enumerate(positions):
+        row, column = divmod(number, columns)
+        x, y = MARGIN + column * (DEVICE_WIDTH + GAP), HEAD + row * (DEVICE_HEIGHT + GAP)
+        coordinates = ", ".join(f"{name} {i}" for name, i in zip(names, position, strict=True))
+        bars = _bars(stored, x, bytes_text)
+        devices.append(_Device(number, x, y, coordinates, _cut(coordinates, 18), bars))
+    more = math.prod(sizes) - len(positions)
+    rows = math.ceil(len(positions) / columns)
+    return fill(
+        "mesh.svg",
+        width=MARGIN * 2 + columns * (DEVICE_WIDTH + GAP) - GAP,
+        height=HEAD + rows * (DEVICE_HEIGHT + GAP) + (20 if more else 0),
+        left=MARGIN,
+        across=names[-1] if sizes and columns == sizes[-1] else "",
+        devices=devices,
+        stored=bytes_text(sum(stored.values())),
+        more=more,
+    )
+
+
+def _bars(stored: Mapping[str, int], device_x: int, bytes_text: _Text) -> tuple[_Bar, ...]:
+    """Bars side by side that together are as wide as a device's box, without its margins."""
     total = sum(stored.values()) or 1
-    parts = []
-    if sizes and columns == sizes[-1]:
-        parts.append(f'<text class="soft" x="{left}" y="18">{escape(names[-1])} \u2192</text>')
-    for number, place in enumerate(places):
-        x, y = left + number % columns * (width + gap), top + number // columns * (height + gap)
-        where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=True))
-        parts.append(
-            f"<g><title>device {number}: {escape(where)}; "
-            f"{bytes_text(sum(stored.values()))}</title>"
-        )
-        parts.append(
-            f'<rect class="cell" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>'
-        )
-        parts.append(f'<text x="{x + 9}" y="{y + 19}">device {number}</text>')
-        parts.append(
-            f'<text class="soft" x="{x + 9}" y="{y + 36}">{escape(_short(where, 18))}</text>'
-        )
-        start = x + 9.0
-        for group, count in stored.items():
-            length = (width - 18) * count / total
-            parts.append(
-                f'<rect class="{group}" x="{start:.1f}" y="{y + 46}" width="{length:.1f}" '
-                f'height="14" '
-                f'rx="2"><title>{group}: {bytes_text(count)}</title></rect>'
-            )
-            start += length
-        parts.append("</g>")
-    more = math.prod(sizes) - len(places)
-    full_height = top + rows * (height + gap) + (20 if more else 0)
-    if more:
-        parts.append(
-            f'<text class="soft" x="{left}" y="{full_height - 6}">and {more} more, all alike</text>'
-        )
-    full_width = left * 2 + columns * (width + gap) - gap
-    return _svg(full_width, full_height, parts, "the mesh", natural=full_width)
+    x = device_x + 9.0
+    bars = []
+    for group, count in stored.items():
+        width = (DEVICE_WIDTH - 18) * count / total
+        bars.append(_Bar(group, x, width, bytes_text(count)))
+        x += width
+    return tuple(bars)
+
+
+# Scatter plots ------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 320, 66, 274, 26, 442
+"""Pixels of a plot, and where its axes begin and end. Chosen by eye."""
+
+LABEL_WIDTH, LABEL_HEIGHT = 90, 13
+"""Pixels that a label takes; one nearer to another than that is left out. Chosen by eye."""
+
+_KINDS = ("dot", "preset", "winner")
+"""Kinds of points in the order in which they are drawn, later ones on top."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LogAxis:
+    """A logarithmic axis from `low` at pixel `start` to `high` at pixel `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Pixel of a value."""
+        share = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, text: _Text) -> list[_Tick]:
+        """Four places, evenly apart and away from the ends."""
+        low = self.low * (self.high / self.low) ** 0.06
+        high = self.high / (self.high / self.low) ** 0.06
+        values = [low * (high / low) ** (i / 3) for i in range(4)]
+        return [_Tick(self.at(value), text(value)) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tick:
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Dot:
+    kind: str
+    x: float
+    y: float
+    radius: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    x: float
+    y: float
+    before: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AxisName:
+    """What an axis of a plot shows: its name, and a number on it for people."""
+
+    name: str
+    text: Callable[[float], str]
 
 
 def scatter_svg(
-    points: Sequence[Point], x_name: str, y_name: str, x_text: Callable[[float], str], y_text: Callable[[float], str],
-    *, diagonal: bool = False, front: bool = False,
-) -> str:  # fmt: skip
+    points: Sequence[Point],
+    x: AxisName,
+    y: AxisName,
+    *,
+    diagonal: bool = False,
+    front: bool = False,
+) -> Markup:
     """Points on logarithmic axes.
 
     Args:
         points: What is shown; every coordinate is positive.
-        x_name: Name of the horizontal axis.
-        y_name: Name of the vertical axis.
-        x_text: A number on it for people.
-        y_text: The same for the vertical axis.
+        x: The horizontal axis.
+        y: The vertical axis.
         diagonal: Draw where both are equal, on axes of one range.
         front: Join the points that no other beats in both.
     """
-    width, height, left, bottom, top, right = 460, 320, 66, 46, 26, 18
-    xs, ys = [p.x for p in points], [p.y for p in points]
+    xs, ys = [point.x for point in points], [point.y for point in points]
     if diagonal:
         xs = ys = [*xs, *ys]
-    (x0, x1), (y0, y1) = _range(xs), _range(ys)
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        across = (math.log(x) - math.log(x0)) / (math.log(x1) - math.log(x0))
-        up = (math.log(y) - math.log(y0)) / (math.log(y1) - math.log(y0))
-        return left + across * (width - left - right), height - bottom - up * (
-            height - bottom - top
-        )
-
-    parts = [f'<path class="rule" d="M{left} {top}V{height - bottom}H{width - right}"/>']
-    for tick in _ticks(x0, x1):
-        x, _ = at(tick, y0)
-        parts.append(f'<path class="rule" d="M{x:.1f} {height - bottom}v4"/>')
-        place = f'x="{x:.1f}" y="{height - bottom + 17}" text-anchor="middle"'
-        parts.append(f'<text class="soft" {place}>{x_text(tick)}</text>')
-    for tick in _ticks(y0, y1):
-        _, y = at(x0, tick)
-        parts.append(f'<path class="rule" d="M{left} {y:.1f}h-4"/>')
-        parts.append(
-            f'<text class="soft" x="{left - 7}" y="{y + 4:.1f}" '
-            f'text-anchor="end">{y_text(tick)}</text>'
-        )
-    parts.append(
-        f'<text x="{width - right}" y="{height - 8}" text-anchor="end">{escape(x_name)}</text>'
+    across = _LogAxis(*_range(xs), LEFT, RIGHT)
+    up = _LogAxis(*_range(ys), BOTTOM, TOP)
+    corners = pareto(points, lambda point: (point.x, point.y)) if front else []
+    return fill(
+        "scatter.svg",
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=RIGHT,
+        top=TOP,
+        bottom=BOTTOM,
+        x_name=x.name,
+        y_name=y.name,
+        x_ticks=across.ticks(x.text),
+        y_ticks=up.ticks(y.text),
+        diagonal=((LEFT, BOTTOM), (RIGHT, TOP)) if diagonal else (),
+        front=[(across.at(corner.x), up.at(corner.y)) for corner in corners],
+        dots=[
+            _Dot(
+                kind=point.kind,
+                x=across.at(point.x),
+                y=up.at(point.y),
+                radius=6 if point.kind == "winner" else 4.5,
+                title=f"{point.label}: {x.text(point.x)}, {y.text(point.y)}",
+            )
+            for point in sorted(points, key=lambda point: _KINDS.index(point.kind))
+        ],
+        labels=_labels(points, across, up),
     )
-    parts.append(f'<text x="4" y="14">{escape(y_name)}</text>')
-    if diagonal:
-        (ax, ay), (bx, by) = at(x0, y0), at(x1, y1)
-        parts.append(f'<path class="front" d="M{ax:.1f} {ay:.1f}L{bx:.1f} {by:.1f}"/>')
-    if front:
-        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(p.x, p.y) for p in pareto(points)))
-        parts.append(f'<polyline class="front" points="{corners}"/>')
-    labels: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda p: ("dot", "preset", "winner").index(p.kind)):
-        x, y = at(point.x, point.y)
-        said = f"{point.label}: {x_text(point.x)}, {y_text(point.y)}"
-        size = 6 if point.kind == "winner" else 4.5
-        parts.append(
-            f'<circle class="{point.kind}" cx="{x:.1f}" cy="{y:.1f}" '
-            f'r="{size}"><title>{escape(said)}</title></circle>'
-        )
-    for point in sorted(points, key=lambda p: p.kind != "winner"):
-        x, y = at(point.x, point.y)
-        if point.kind != "dot" and all(abs(x - a) > 90 or abs(y - b) > 13 for a, b in labels):
-            labels.append((x, y))
-            end = x > width - 110
-            place = f'x="{x - 9:.1f}" text-anchor="end"' if end else f'x="{x + 9:.1f}"'
-            parts.append(f'<text {place} y="{y + 4:.1f}">{escape(_short(point.label, 16))}</text>')
-    return _svg(width, height, parts, f"{y_name} against {x_name}")
 
 
-def pareto(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in both coordinates (smaller is better), by x.
-
-    >>> [p.label for p in pareto([Point(1, 3, "a", "dot"), Point(2, 2, "b", "dot"), Point(3, 2, "c", "dot")])]
-    ['a', 'b']
-    """
-    best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.x, p.y)):
-        if not best or point.y < best[-1].y:
-            best.append(point)
-    return best
+def _labels(points: Sequence[Point], across: _LogAxis, up: _LogAxis) -> list[_Label]:
+    """Names beside the winner and the presets, as far as they do not cover each other."""
+    labels: list[_Label] = []
+    taken: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: point.kind != "winner"):
+        x, y = across.at(point.x), up.at(point.y)
+        free = all(abs(x - a) > LABEL_WIDTH or abs(y - b) > LABEL_HEIGHT for a, b in taken)
+        if point.kind != "dot" and free:
+            taken.append((x, y))
+            before = x > WIDTH - 110  # else it would leave the plot
+            beside = x - 9 if before else x + 9
+            labels.append(_Label(beside, y + 4, before, _cut(point.label, 16)))
+    return labels
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
+    """The values' range with a margin, which equal values need to have a range at all."""
     low, high = min(values), max(values)
     margin = max((high / low) ** 0.08, 1.06)
     return low / margin, high * margin
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Three to five places on a logarithmic axis."""
-    inner_low, inner_high = low * (high / low) ** 0.06, high / (high / low) ** 0.06
-    return [inner_low * (inner_high / inner_low) ** (i / 3) for i in range(4)]
-
-
-def _short(text: str, most: int) -> str:
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
-
-
-def _svg(
-    width: float, height: float, parts: Sequence[str], title: str, natural: float | None = None
-) -> str:
-    style = f' style="width:{natural:.0f}px"' if natural else ""
-    return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
-        f'aria-label="{escape(title)}"{style}>'
-        + "".join(parts) + "</svg>"
-    )  # fmt: skip

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from autoshard.text import printable
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 WIDTH = 176
-"""Columns of a rendered text: the candidates table with the longest reasons it shows fits (chosen by
-hand)."""
+"""Characters of a line: the candidates table fits with the longest reasons that it shows. Chosen by
+hand; texts are wrapped to it, no test depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +45,32 @@ class TextTable:
         self.rows.append(cells)
 
 
-def render(*parts: object) -> str:
+def columns(
+    *names: str, right: Sequence[str] = (), wraps: Sequence[str] = ()
+) -> tuple[Column, ...]:
+    """Columns by name; those in `right` hold numbers, those in `wraps` long texts."""
+    return tuple(Column(name, name in right, name in wraps) for name in names)
+
+
+def render(*parts: str | TextTable) -> str:
     """Plain text of texts and tables, one below the other."""
     from rich.console import Console
-    from rich.table import Table
 
     file = io.StringIO()
     console = Console(file=file, width=WIDTH, color_system=None, highlight=False, markup=False)
     for part in parts:
-        if not isinstance(part, TextTable):
-            console.print(part)
-            continue
-        table = Table(title=part.title, title_justify="left")
-        for column in part.columns:
-            justify = "right" if column.right else "left"
-            table.add_column(column.name, justify=justify, no_wrap=not column.wraps)
-        for row in part.rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(part if isinstance(part, str) else _rich_table(part))
     lines = [printable(line.rstrip()) for line in file.getvalue().split("\n")]
     return "\n".join(lines).rstrip("\n")
 
 
-def columns(*names: str, right: Sequence[str] = (), wraps: Sequence[str] = ()) -> tuple[Column, ...]:
-    """Columns by name; those in `right` hold numbers, those in `wraps` long texts."""
-    return tuple(Column(name, name in right, name in wraps) for name in names)
+def _rich_table(table: TextTable) -> Table:
+    from rich.table import Table
+
+    drawn = Table(title=table.title, title_justify="left")
+    for column in table.columns:
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        drawn.add_column(column.name, justify=justify, no_wrap=not column.wraps)
+    for row in table.rows:
+        drawn.add_row(*row)
+    return drawn
