@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -20,12 +19,27 @@ import typer
 
 from autoshard.cli import doctor, explain, hardware, jobs, tables, targets
 from autoshard.cli.job_file import read_job
+from autoshard.cli.options import (
+    CpuDevices,
+    Distributed,
+    Hardware,
+    Lease,
+    Mesh,
+    Out,
+    Seed,
+    Storage,
+    Study,
+    Target,
+    What,
+)
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
 from autoshard.plan import Plan
 from autoshard.processes.process_group import LOST
-from autoshard.report.plan_text import table_text
-from autoshard.table.spec_table import SpecTable
 from autoshard.text import printable
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+"""Exit codes: what was asked for cannot be had; it was asked for wrongly (as click and argparse
+say); Ctrl-C (128 + SIGINT, as shells say)."""
 
 app = typer.Typer(
     name="autoshard",
@@ -48,21 +62,15 @@ def common(
 
 @app.command()
 def search(
-    what: jobs.What,
-    mesh: Annotated[
-        str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
-    storage: jobs.Storage = None,
-    study: jobs.Study = None,
-    lease: jobs.Lease = None,
+    what: What,
+    mesh: Mesh = None,
+    target: Target = None,
+    out: Out = None,
+    storage: Storage = None,
+    study: Study = None,
+    lease: Lease = None,
     memory_budget: Annotated[str | None, typer.Option(help="Per device, such as 16GiB.")] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help="Preset, or a file written by calibration.")
-    ] = None,
+    hardware: Hardware = None,
     compiled: Annotated[
         int | None, typer.Option(help="Candidates to compile.", show_default="12")
     ] = None,
@@ -70,7 +78,7 @@ def search(
         int | None, typer.Option(help="Candidates to measure.", show_default="4")
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop measuring after this long.")] = None,
-    seed: jobs.Seed = None,
+    seed: Seed = None,
     isolate: Annotated[
         bool | None,
         typer.Option(
@@ -85,8 +93,8 @@ def search(
     compile_memory: Annotated[
         str | None, typer.Option(help="For the compiler's process, such as 16GiB.")
     ] = None,
-    cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
-    distributed: jobs.Distributed = None,
+    cpu_devices: CpuDevices = None,
+    distributed: Distributed = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")
     ] = False,
@@ -96,34 +104,37 @@ def search(
     ] = False,
 ) -> None:
     """Searches, and prints the plan."""
-    job = read_job(
-        what,
-        {
-            "mesh": mesh, "target": target, "out": None if out is None else str(out), "storage": storage,
-            "study": study, "lease_s": lease, "memory_budget": memory_budget, "hardware": hardware,
-            "compiled": compiled, "measured": measured, "seconds": seconds, "seed": seed, "isolate": isolate,
-            "compile_timeout_s": compile_timeout, "compile_memory": compile_memory, "cpu_devices": cpu_devices,
-            "distributed": distributed,
-        },
-    )  # fmt: skip
-    plan = jobs.with_job(job, progress=not quiet)
+    options = {
+        "mesh": mesh,
+        "target": target,
+        "out": None if out is None else str(out),
+        "storage": storage,
+        "study": study,
+        "lease_s": lease,
+        "memory_budget": memory_budget,
+        "hardware": hardware,
+        "compiled": compiled,
+        "measured": measured,
+        "seconds": seconds,
+        "seed": seed,
+        "isolate": isolate,
+        "compile_timeout_s": compile_timeout,
+        "compile_memory": compile_memory,
+        "cpu_devices": cpu_devices,
+        "distributed": distributed,
+    }
+    plan = jobs.run_here(read_job(what, options), progress=not quiet)
     if jax.process_index() != 0:
         return
-    print(json.dumps(plan_json(plan), indent=1) if as_json else str(plan))
-    if explained and not as_json:
-        print(f"\n{plan.explain(hardware=hardware)}")
+    if as_json:
+        typer.echo(json.dumps(plan_json(plan), indent=1))
+        return
+    typer.echo(str(plan))
+    if explained:
+        typer.echo(f"\n{plan.explain(hardware=hardware)}")
 
 
-@app.command()
-def show(
-    table: Annotated[Path, typer.Argument(help="A spec table.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
-    """Prints a spec table for people."""
-    loaded = SpecTable.load(table)
-    print(loaded.dumps() if as_json else table_text(loaded))
-
-
+app.command()(tables.show)
 app.command()(jobs.worker)
 app.command()(jobs.status)
 app.command()(jobs.finish)
@@ -167,39 +178,40 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs a command; returns its exit code."""
-    debug = "--debug" in arguments
     try:
-        done = app(arguments, standalone_mode=False)  # what a command's typer.Exit says, else None
-        return int(done or 0)
-    except ProcessesError as error:
-        return _failed(error, LOST, debug)
-    except (NoFeasiblePlanError, SearchFailedError) as error:
-        return _failed(error, 1, debug)
+        code = app(arguments, standalone_mode=False)  # what a command's typer.Exit says, else None
+        return int(code or 0)
     except AutoshardError as error:
-        return _failed(error, 2, debug)
+        _print_error(error, debug="--debug" in arguments)
+        return _exit_code(error)
     except typer.Exit as stop:
         return stop.exit_code
     except typer.Abort:
-        return 130
+        return INTERRUPTED
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
+        return stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own usage errors
             print(f"autoshard: {error.format_message()}", file=sys.stderr)
-            return 2
+            return USAGE
         traceback.print_exc()
-        return 1
+        return FAILED
 
 
-def _failed(error: AutoshardError, code: int, debug: bool) -> int:
+def _exit_code(error: AutoshardError) -> int:
+    if isinstance(error, ProcessesError):
+        return LOST
+    if isinstance(error, NoFeasiblePlanError | SearchFailedError):
+        return FAILED
+    return USAGE
+
+
+def _print_error(error: AutoshardError, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     else:
-        print(
-            f"autoshard: {type(error).__name__}: {printable(' '.join(str(error).split()))}",
-            file=sys.stderr,
-        )
-    return code
+        text = printable(" ".join(str(error).split()))
+        print(f"autoshard: {type(error).__name__}: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

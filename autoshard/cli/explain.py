@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from autoshard._apply import apply
-from autoshard.cli.factory import FACTORY, call_factory, use_cpu_devices
+from autoshard.cli.factory import call_factory, use_cpu_devices
+from autoshard.cli.options import CpuDevices, Factory, Hardware, Table
 from autoshard.table.spec_table import SpecTable, candidates_of
 
 
 def explain(
-    table: Annotated[Path, typer.Argument(help="A spec table.")],
-    factory: Annotated[str, typer.Argument(help=FACTORY)],
+    table: Table,
+    factory: Factory,
     leaf: Annotated[
         str | None, typer.Option(help="A leaf path: its spec and what others would cost.")
     ] = None,
@@ -27,36 +27,39 @@ def explain(
     patch: Annotated[
         bool, typer.Option("--patch", help="The same as a diff for `git apply`.")
     ] = False,
-    hardware: Annotated[
-        str | None, typer.Option(help="Preset, or a file written by calibration.")
-    ] = None,
+    hardware: Hardware = None,
     samples_per_step: Annotated[
         float | None, typer.Option(help="Samples of a step, for the throughput.")
     ] = None,
-    cpu_devices: Annotated[int | None, typer.Option(help="Work on this many CPU devices.")] = None,
+    cpu_devices: CpuDevices = None,
 ) -> None:
     """Says what a plan moves, from which source line and rule, what each device stores, and why no
     preset is better.
     """
     loaded = SpecTable.load(table)
     axes = loaded.mesh.axes
-    use_cpu_devices(
-        cpu_devices if cpu_devices is None else max(cpu_devices, math.prod(axes.values()))
-    )
-    known = set(inspect.signature(apply).parameters)
-    arguments: dict[str, Any] = {k: v for k, v in call_factory(factory).items() if k in known}
+    if cpu_devices is not None:
+        use_cpu_devices(max(cpu_devices, math.prod(axes.values())))
+    arguments = _apply_arguments(factory)
     arguments |= {
         "mesh": ",".join(f"{name}={size}" for name, size in axes.items()),
         "layout": loaded,
     }
     if samples_per_step is not None:
         arguments["samples_per_step"] = samples_per_step
+
     plan = replace(apply(**arguments), candidates=tuple(candidates_of(loaded)))
     if patch:
         typer.echo(plan.minimise().patch(), nl=False)
     elif minimal:
         typer.echo(str(plan.minimise()))
+    elif leaf:
+        typer.echo(str(plan.explain(leaf, hardware=hardware)))
     else:
-        typer.echo(
-            str(plan.explain(leaf, hardware=hardware) if leaf else plan.explain(hardware=hardware))
-        )
+        typer.echo(str(plan.explain(hardware=hardware)))
+
+
+def _apply_arguments(factory: str) -> dict[str, Any]:
+    """What a factory gives, without what only `optimize` takes."""
+    taken = inspect.signature(apply).parameters
+    return {name: value for name, value in call_factory(factory).items() if name in taken}

@@ -1,6 +1,4 @@
-"""`pkg.module:factory`: what the command line searches for. Imported only from where the person
-says.
-"""
+"""`pkg.module:factory`: what the command line searches for. Imported only from where the user says."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ import jax
 
 from autoshard.errors import ArgumentError, FactoryError, ProcessesError
 
-FACTORY = "pkg.module:factory (or file.py:factory) that returns (fn, example_args) or a dict of optimize's arguments"
+LISTED = 10
+"""So many functions of a module are listed in a message. Chosen by hand; no test depends on it."""
 
 
 def load_factory(where: str) -> Callable[[], Any]:
@@ -25,8 +24,8 @@ def load_factory(where: str) -> Callable[[], Any]:
     Raises:
         FactoryError: If the module or the factory does not exist, or importing it fails.
     """
-    module_name, colon, name = where.rpartition(":")
-    if not colon or not module_name or not name:
+    module_name, _, name = where.rpartition(":")
+    if not module_name or not name:
         raise FactoryError(
             f"{where!r} is no factory. Write pkg.module:factory, or path/to/file.py:factory."
         )
@@ -38,37 +37,45 @@ def load_factory(where: str) -> Callable[[], Any]:
         raise FactoryError(
             f"{where}: importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
+
     factory: Callable[[], Any] | None = getattr(module, name, None)
     if factory is None or not callable(factory):
-        public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise FactoryError(
-            f"{where}: {module_name} has no function {name!r}. It has "
-            f"{', '.join(public[:10]) or 'none'}."
-        )
+        functions = ", ".join(_public_functions(module)[:LISTED]) or "none"
+        raise FactoryError(f"{where}: {module_name} has no function {name!r}. It has {functions}.")
     return factory
+
+
+def _public_functions(module: ModuleType) -> list[str]:
+    members = vars(module).items()
+    return sorted(name for name, value in members if callable(value) and name[0] != "_")
 
 
 def _module(name: str) -> ModuleType:
     if name.endswith(".py"):
-        path = Path(name)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise FactoryError(f"{name}: no such file.")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        return module
+        return _module_of_file(name)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # A module that the user's own module lacks is another error, and its caller says so.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise FactoryError(
                 f"no module {error.name!r} can be imported from {Path.cwd()} or the environment. "
                 f"Run from the directory that holds it, or install it."
             ) from error
         raise
+
+
+def _module_of_file(name: str) -> ModuleType:
+    path = Path(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise FactoryError(f"{name}: no such file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def call_factory(where: str) -> dict[str, Any]:
@@ -79,20 +86,20 @@ def call_factory(where: str) -> dict[str, Any]:
     """
     factory = load_factory(where)
     try:
-        made = factory()
+        returned = factory()
     except Exception as error:
         raise FactoryError(
             f"{where}: the factory failed: {type(error).__name__}: {error}"
         ) from error
-    if isinstance(made, Mapping):
-        arguments = dict(made)
-    elif isinstance(made, tuple) and len(made) == 2:
-        arguments = {"fn": made[0], "example_args": made[1]}
-    else:
-        arguments = {}
+
+    arguments: dict[str, Any] = {}
+    if isinstance(returned, Mapping):
+        arguments = dict(returned)
+    elif isinstance(returned, tuple) and len(returned) == 2:
+        arguments = {"fn": returned[0], "example_args": returned[1]}
     if not {"fn", "example_args"} <= set(arguments):
         raise FactoryError(
-            f"{where}: the factory returned {type(made).__name__}; return (fn, example_args), "
+            f"{where}: the factory returned {type(returned).__name__}; return (fn, example_args), "
             f"or a dict of optimize's arguments with at least these two."
         )
     return arguments
@@ -130,22 +137,23 @@ def use_processes(how: str | None) -> None:
     """
     if how is None:
         return
-    given: dict[str, Any] = {}
-    if how != "auto":
-        address, *numbers = how.split(",")
-        if len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
-            raise ArgumentError(
-                f"--distributed {how}: write auto, or HOST:PORT,COUNT,NUMBER such as "
-                f"node0:1234,4,0."
-            )
-        count, number = map(int, numbers)
-        given = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    arguments = {} if how == "auto" else _process_arguments(how)
     try:
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ProcessesError(
             f"--distributed {how}: {reason}. Start all processes at the same time, and say where "
-            f"process 0 listens: "
-            f"HOST:PORT,COUNT,NUMBER."
+            f"process 0 listens: HOST:PORT,COUNT,NUMBER."
         ) from None
+
+
+def _process_arguments(how: str) -> dict[str, Any]:
+    """The arguments of `jax.distributed.initialize` in `HOST:PORT,COUNT,NUMBER`."""
+    address, *numbers = how.split(",")
+    if len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
+        raise ArgumentError(
+            f"--distributed {how}: write auto, or HOST:PORT,COUNT,NUMBER such as node0:1234,4,0."
+        )
+    count, number = map(int, numbers)
+    return {"coordinator_address": address, "num_processes": count, "process_id": number}

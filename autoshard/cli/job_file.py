@@ -36,15 +36,20 @@ from autoshard.errors import ArgumentError
 from autoshard.evaluate.effort import Effort
 from autoshard.layout.pins import Only
 from autoshard.plan import Plan
-from autoshard.search.study.shared_evaluation import Sharing
+from autoshard.search.study.lease_watch import LEASE_S
+from autoshard.search.study.shared_study import Sharing
 from autoshard.search.study.storage import without_password
-from autoshard.search.study.task_queue import LEASE_S, NEEDS, Need
+from autoshard.search.study.task_queue import CAPABILITIES, Capability
 
-LARGEST_BYTES = 2**20
-"""Of a job file; one is a page long."""
+MAX_BYTES = 2**20
+"""Of a job file: one is a page long, and another file named by mistake is not read. Chosen by hand;
+no test depends on it."""
 
 PATTERN = "re:"
+"""Begins a pattern of leaf paths."""
+
 ANY = "*"
+"""Any mesh axis may split the dimension."""
 
 Entries = list[str | list[str]]
 
@@ -61,7 +66,7 @@ class Job:
 
     Attributes:
         factory: See `autoshard.cli.factory`.
-        variants: Instead of it, factories by name of functions that do the same work in other ways.
+        variants: Instead of it, factories by name of functions that compute the same in other ways.
         samples_per_step: Of each variant, where they differ; the time of one sample is compared.
         mesh: Such as `data=4,model=2`.
         target: Hardware that is not here, such as `tpu:v5e:4x4`.
@@ -83,7 +88,7 @@ class Job:
         study: Its name.
         lease_s: A worker that shows no life for this long has lost its task.
         run_timeout_s: Until verifying or measuring a candidate has failed, and its worker ends.
-        needs: What this worker does.
+        needs: What this worker is needed for: the capabilities of `task_queue`, in the users' word.
         compilation_cache: jax's cache of compiled programs; may be shared.
         out: Where to save the spec table.
     """
@@ -110,7 +115,7 @@ class Job:
     study: str | None = None
     lease_s: float = LEASE_S
     run_timeout_s: float | None = None
-    needs: tuple[Need, ...] = NEEDS
+    needs: tuple[Capability, ...] = CAPABILITIES
     compilation_cache: str | None = None
     out: str | None = None
 
@@ -144,9 +149,9 @@ def read_job(what: str, options: Mapping[str, Any]) -> Job:
         return Job(factory=what).updated(options)
     path = Path(what)
     try:
-        if path.stat().st_size > LARGEST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise ArgumentError(
-                f"job file {what}: larger than {LARGEST_BYTES} bytes; that is no job file."
+                f"job file {what}: larger than {MAX_BYTES} bytes; that is no job file."
             )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -162,21 +167,21 @@ def parse_job(text: str, where: str) -> Job:
         ArgumentError: If it is none; the message names the field.
     """
     try:
-        read = tomllib.loads(text)
+        document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ArgumentError(
             f"job file {where}: no TOML: {str(error) or 'nested too deeply'}."
         ) from None
-    known = [f.name for f in fields(Job)]
-    unknown = sorted(set(read) - set(known))
+    names = [field.name for field in fields(Job)]
+    unknown = sorted(set(document) - set(names))
     if unknown:
         raise ArgumentError(
-            f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(known)}."
+            f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(names)}."
         )
-    if not ("factory" in read) ^ ("variants" in read):
+    if ("factory" in document) == ("variants" in document):
         raise ArgumentError(f"job file {where}: it must have either a factory or variants.")
     try:
-        return msgspec.convert(read, Job)
+        return msgspec.convert(document, Job)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ArgumentError(f"job file {where}: {without_password(str(error))}.") from None
 
@@ -189,49 +194,57 @@ def arguments_of(job: Job) -> dict[str, Any]:
         ArgumentError: If there is no mesh.
     """
     arguments = _arguments_of_variants(job.variants) if job.variants else call_factory(job.factory)
-    pins = {_leaves(where): _pin(said) for where, said in job.pins.items()}
+    pins = {_leaves(leaves): _pin(pin) for leaves, pin in job.pins.items()}
     chosen: dict[str, Any] = {
-        "mesh": job.mesh, "target": job.target, "memory_budget_bytes": job.memory_budget, "hardware": job.hardware,
-        "storage": job.storage, "study": job.study, "isolate": job.isolate,
-        "compile_timeout_s": job.compile_timeout_s, "compile_memory_bytes": job.compile_memory, "pins": pins or None,
+        "mesh": job.mesh,
+        "target": job.target,
+        "memory_budget_bytes": job.memory_budget,
+        "hardware": job.hardware,
+        "storage": job.storage,
+        "study": job.study,
+        "isolate": job.isolate,
+        "compile_timeout_s": job.compile_timeout_s,
+        "compile_memory_bytes": job.compile_memory,
+        "pins": pins or None,
         "samples_per_step": job.samples_per_step,
-    }  # fmt: skip
-    arguments |= {key: value for key, value in chosen.items() if value is not None}
+    }
+    arguments |= {name: value for name, value in chosen.items() if value is not None}
     arguments.setdefault("isolate", True)
     if "mesh" not in arguments:
         raise ArgumentError(
             "no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one."
         )
-    if (
-        "effort" not in arguments
-        or (job.compiled, job.measured, job.full, job.seconds) != (None,) * 4
-    ):
+    efforts = (job.compiled, job.measured, job.full, job.seconds)
+    if "effort" not in arguments or any(effort is not None for effort in efforts):
         arguments["effort"] = job.effort
     return arguments | {"seed": job.seed}
 
 
-def _leaves(where: str) -> str | re.Pattern[str]:
-    if not where.startswith(PATTERN):
-        return where
+def _leaves(leaves: str) -> str | re.Pattern[str]:
+    """A leaf path, or the pattern of several."""
+    if not leaves.startswith(PATTERN):
+        return leaves
     try:
-        return re.compile(where.removeprefix(PATTERN))
+        return re.compile(leaves.removeprefix(PATTERN))
     except re.error as error:
         raise ArgumentError(
-            f"pin {where!r}: no regular expression: {error}. Write it as in Python, such as "
+            f"pin {leaves!r}: no regular expression: {error}. Write it as in Python, such as "
             f"'re:.*/bias'."
         ) from None
 
 
-def _pin(said: Entries | OnlyPin) -> PartitionSpec | Only:
-    if isinstance(said, OnlyPin):
-        return Only(
-            *(PartitionSpec.UNCONSTRAINED if entry == ANY else _entry(entry) for entry in said.only)
-        )
-    return PartitionSpec(*map(_entry, said))
+def _pin(pin: Entries | OnlyPin) -> PartitionSpec | Only:
+    if not isinstance(pin, OnlyPin):
+        return PartitionSpec(*map(_entry, pin))
+    allowed: list[Any] = []
+    for entry in pin.only:
+        allowed.append(PartitionSpec.UNCONSTRAINED if entry == ANY else _entry(entry))
+    return Only(*allowed)
 
 
-def _entry(said: str | list[str]) -> str | tuple[str, ...] | None:
-    return tuple(said) if isinstance(said, list) else said or None
+def _entry(entry: str | list[str]) -> str | tuple[str, ...] | None:
+    """One dimension of a PartitionSpec."""
+    return tuple(entry) if isinstance(entry, list) else entry or None
 
 
 def _arguments_of_variants(factories: Mapping[str, str]) -> dict[str, Any]:
@@ -245,16 +258,15 @@ def _arguments_of_variants(factories: Mapping[str, str]) -> dict[str, Any]:
     variants: dict[str, Any] = {}
     common: dict[str, Any] = {}
     for name, factory in factories.items():
-        made = call_factory(factory)
-        variants[name] = made.pop("fn"), made.pop("example_args")
-        if len(variants) > 1 and made != common:
-            differs = sorted(key for key in {*made, *common} if made.get(key) != common.get(key))
+        rest = call_factory(factory)
+        variants[name] = rest.pop("fn"), rest.pop("example_args")
+        if len(variants) > 1 and rest != common:
+            differs = [key for key in {*rest, *common} if rest.get(key) != common.get(key)]
             raise ArgumentError(
-                f"variant {name!r}: {factory} gives another {', '.join(differs)} than "
-                f"{next(iter(factories))!r}; "
-                f"variants share all arguments but fn and example_args."
+                f"variant {name!r}: {factory} gives another {', '.join(sorted(differs))} than "
+                f"{next(iter(factories))!r}; variants share all arguments but fn and example_args."
             )
-        common = made
+        common = rest
     return {**common, "fn": None, "example_args": None, "variants": variants}
 
 

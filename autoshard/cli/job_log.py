@@ -1,6 +1,4 @@
-"""Logging of long jobs: one line an event, for people or as JSON; passwords are cut out of all of
-them.
-"""
+"""Logging of long jobs: one line an event, as text or as JSON, without passwords."""
 
 from __future__ import annotations
 
@@ -23,16 +21,18 @@ class _Line(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = without_password(" ".join(super().format(record).split()))
-        when = (
-            time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z"
-        )
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        when = f"{seconds}.{int(record.msecs):03d}Z"
         if not self._as_json:
             return f"{when} {self._host}:{os.getpid()} {record.levelname} {message}"
         event = {
-            "time": when, "host": self._host, "pid": os.getpid(), "level": record.levelname, "logger": record.name,
+            "time": when,
+            "host": self._host,
+            "pid": os.getpid(),
+            "level": record.levelname,
+            "logger": record.name,
             "event": message,
-        }  # fmt: skip
+        }
         return json.dumps(event)
 
 

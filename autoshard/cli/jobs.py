@@ -1,4 +1,4 @@
-"""Commands of shared studies: worker, status, finish."""
+"""Commands of shared studies: worker, finish, status."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import typer
@@ -21,8 +21,25 @@ from rich.markup import escape
 from autoshard.cli.factory import use_cpu_devices, use_processes
 from autoshard.cli.job_file import Job, read_job, run_job
 from autoshard.cli.job_log import log_events
+from autoshard.cli.options import (
+    AsJson,
+    CpuDevices,
+    Distributed,
+    Lease,
+    LogJson,
+    Measured,
+    Mesh,
+    Out,
+    Seed,
+    SharedCompiled,
+    Storage,
+    Study,
+    Target,
+    What,
+)
 from autoshard.errors import ArgumentError, StudyError
 from autoshard.evidence.candidate import winner_of
+from autoshard.plan import Plan
 from autoshard.processes.supervisor import supervise
 from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import (
@@ -31,47 +48,16 @@ from autoshard.search.study.storage import (
     study_names,
     without_password,
 )
-from autoshard.search.study.task_queue import Tasks
+from autoshard.search.study.task_queue import TaskQueue
 from autoshard.text import seconds_text
 
 WATCH_S = 2.0
+"""How often `status --watch` reads the study: chosen by hand; `test_status_can_be_watched` waits for
+the second reading."""
 
 RUN_TIMEOUT_S = 3600.0
-"""Compiling what is to be run counts in; nothing that was ever seen to end took longer."""
-
-JOB = "A job file (autoshard.toml), or a factory: pkg.module:factory or file.py:factory"
-
-What = Annotated[str, typer.Argument(help=JOB)]
-Storage = Annotated[
-    str | None,
-    typer.Option(
-        envvar="AUTOSHARD_STORAGE",
-        help="journal:PATH, sqlite:///PATH, postgresql://... or grpc://host:port.",
-    ),
-]
-Study = Annotated[str | None, typer.Option(help="Name of the study in the storage.")]
-Mesh = Annotated[
-    str | None, typer.Option(help="Mesh over the local devices, such as data=4,model=2.")
-]
-Target = Annotated[str | None, typer.Option(help="Hardware that is not here, such as tpu:v5e:4x4.")]
-Compiled = Annotated[
-    int | None, typer.Option(help="Candidates to compile, by all workers together.")
-]
-Measured = Annotated[int | None, typer.Option(help="Candidates to measure.")]
-Seed = Annotated[int | None, typer.Option(help="Of the sampler.")]
-CpuDevices = Annotated[int | None, typer.Option(help="Work on this many CPU devices.")]
-Lease = Annotated[
-    float | None,
-    typer.Option(help="Seconds without a sign of life after which a worker has lost its task."),
-]
-Distributed = Annotated[
-    str | None,
-    typer.Option(
-        help="One of several processes that search together: auto (SLURM, Open MPI, Kubernetes, Cloud TPU), or "
-        "HOST:PORT,COUNT,NUMBER."
-    ),
-]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
+"""How long a worker lets a candidate be verified or measured where nothing else is said. Compiling
+what is to be run counts in; nothing that was ever seen to end took longer. No test depends on it."""
 
 
 def worker(
@@ -84,7 +70,7 @@ def worker(
     ] = None,
     mesh: Mesh = None,
     target: Target = None,
-    compiled: Compiled = None,
+    compiled: SharedCompiled = None,
     measured: Measured = None,
     seed: Seed = None,
     cpu_devices: CpuDevices = None,
@@ -106,20 +92,24 @@ def worker(
     """
     log_events(logging.INFO, as_json=log_json)
     if restarts:
-        own = [a for a in sys.argv[1:] if not a.startswith("--restarts=")]
-        if "--restarts" in own:
-            at = own.index("--restarts")
-            del own[at : at + 2]
-        raise typer.Exit(
-            supervise([sys.executable, "-m", "autoshard", *own, "--restarts", "0"], restarts)
-        )
-    options: dict[str, Any] = {
-        "storage": storage, "study": study, "mesh": mesh, "target": target, "compiled": compiled,
-        "measured": measured, "seed": seed, "cpu_devices": cpu_devices,
-        "distributed": distributed, "lease_s": lease,
+        command = [sys.executable, "-m", "autoshard", *_without_restarts(sys.argv[1:])]
+        raise typer.Exit(supervise([*command, "--restarts", "0"], restarts))
+
+    capabilities = None if needs is None else tuple(part.strip() for part in needs.split(","))
+    options = {
+        "storage": storage,
+        "study": study,
+        "needs": capabilities,
+        "mesh": mesh,
+        "target": target,
+        "compiled": compiled,
+        "measured": measured,
+        "seed": seed,
+        "cpu_devices": cpu_devices,
+        "distributed": distributed,
+        "lease_s": lease,
         "run_timeout_s": run_timeout,
-        "needs": None if needs is None else tuple(part.strip() for part in needs.split(",")),
-    }  # fmt: skip
+    }
     job = read_job(what, options)
     if job.run_timeout_s is None:
         job = job.updated({"run_timeout_s": RUN_TIMEOUT_S})
@@ -127,9 +117,21 @@ def worker(
         raise ArgumentError(
             "a worker needs the storage of its study: pass --storage, or name it in the job file."
         )
-    plan = with_job(job, progress=False)
-    if jax.process_index() != 0:
-        return
+    plan = run_here(job, progress=False)
+    if jax.process_index() == 0:
+        _log_best(plan)
+
+
+def _without_restarts(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a worker but for `--restarts N` and `--restarts=N`."""
+    rest = [argument for argument in arguments if not argument.startswith("--restarts=")]
+    if "--restarts" in rest:
+        at = rest.index("--restarts")
+        del rest[at : at + 2]
+    return rest
+
+
+def _log_best(plan: Plan) -> None:
     best = winner_of(plan.candidates)
     assert best is not None
     seconds = "" if best.measured is None else f", measured {seconds_text(best.measured.median_s)}"
@@ -138,12 +140,12 @@ def worker(
 
 def finish(
     what: What,
-    out: Annotated[Path | None, typer.Option(help="Where to save the spec table.")] = None,
+    out: Out = None,
     storage: Storage = None,
     study: Study = None,
     mesh: Mesh = None,
     target: Target = None,
-    compiled: Compiled = None,
+    compiled: SharedCompiled = None,
     measured: Measured = None,
     seed: Seed = None,
     cpu_devices: CpuDevices = None,
@@ -156,12 +158,19 @@ def finish(
     What is left of the study is done first.
     """
     log_events(logging.INFO, as_json=log_json)
-    options: dict[str, Any] = {
-        "storage": storage, "study": study, "mesh": mesh, "target": target, "compiled": compiled,
-        "measured": measured, "seed": seed, "cpu_devices": cpu_devices,
-        "distributed": distributed, "lease_s": lease,
+    options = {
         "out": None if out is None else str(out),
-    }  # fmt: skip
+        "storage": storage,
+        "study": study,
+        "mesh": mesh,
+        "target": target,
+        "compiled": compiled,
+        "measured": measured,
+        "seed": seed,
+        "cpu_devices": cpu_devices,
+        "distributed": distributed,
+        "lease_s": lease,
+    }
     job = read_job(what, options)
     if job.storage is None:
         raise ArgumentError(
@@ -172,14 +181,14 @@ def finish(
             "where to save the table: pass --out specs/step.json, or write out = ... in the job "
             "file."
         )
-    plan = with_job(job, again=True, progress=False)
+    plan = run_here(job, again=True, progress=False)
     if jax.process_index() == 0:
-        sys.stdout.write(f"{plan}\n")
+        typer.echo(str(plan))
 
 
-def with_job(job: Job, *, again: bool = False, progress: bool = True) -> Any:
-    """Runs a job in a process of the command line: its devices, its cache, and its hand-back when
-    it is pre-empted.
+def run_here(job: Job, *, again: bool = False, progress: bool = True) -> Plan:
+    """Runs a job in a process of the command line, with the devices and the compilation cache that
+    it asks for; a task in hand is released when the process is pre-empted.
     """
     use_cpu_devices(job.cpu_devices)
     use_processes(job.distributed)
@@ -194,7 +203,7 @@ def with_job(job: Job, *, again: bool = False, progress: bool = True) -> Any:
 
 
 def _preempted(number: int, frame: FrameType | None) -> None:
-    """Ends the process by an exception, on whose way the task in work is handed back."""
+    """Ends the process by an exception, on whose way the task in hand is released."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -207,54 +216,51 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again every few seconds.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Shows how a study stands: what is done and rejected, what runs where, the best so far, the
+    """Shows the status of a study: what is done and rejected, what runs where, the best so far, the
     time left.
     """
     name = study or _only_study(storage)
-    with Tasks(storage, name, create=False) as tasks:
-        if not watch:
-            standing = status_of(tasks)
-            sys.stdout.write(
-                (json.dumps(status_json(standing)) if as_json else status_text(standing)) + "\n"
-            )
-            return
-        _watch(tasks, name, as_json=as_json)
+    with TaskQueue(storage, name, create=False) as queue:
+        if watch:
+            with suppress(KeyboardInterrupt):
+                _watch(queue, name, as_json=as_json)
+        else:
+            typer.echo(_status(queue, as_json))
 
 
-def _watch(tasks: Tasks, name: str, *, as_json: bool) -> None:
-    """Shows how a study stands until Ctrl-C: in place on a terminal, else again whenever it has
+def _status(queue: TaskQueue, as_json: bool) -> str:
+    now = status_of(queue)
+    return json.dumps(status_json(now)) if as_json else status_text(now)
+
+
+def _watch(queue: TaskQueue, name: str, *, as_json: bool) -> None:
+    """Shows the status of a study until Ctrl-C: in place on a terminal, else again whenever it has
     changed.
     """
-    console, shown = Console(), ""
-
-    def text() -> str:
-        standing = status_of(tasks)
-        return json.dumps(status_json(standing)) if as_json else status_text(standing)
-
-    with suppress(KeyboardInterrupt):
-        if console.is_terminal and not as_json:
-            with console.status(name) as line:
-                while True:
-                    line.update(escape(f"{name}\n{text()}"))
-                    time.sleep(WATCH_S)
-        while True:
-            before, shown = shown, text()
-            if shown != before:
-                sys.stdout.write(shown + "\n")
-                sys.stdout.flush()
-            time.sleep(WATCH_S)
+    console = Console()
+    if console.is_terminal and not as_json:
+        with console.status(name) as line:
+            while True:
+                line.update(escape(f"{name}\n{_status(queue, as_json)}"))
+                time.sleep(WATCH_S)
+    shown = ""
+    while True:
+        text = _status(queue, as_json)
+        if text != shown:
+            shown = text
+            typer.echo(text)
+        time.sleep(WATCH_S)
 
 
-def _only_study(storage: str) -> str:
-    opened = open_storage(storage)
-    names = study_names(opened)
-    close_storage(opened)
+def _only_study(where: str) -> str:
+    storage = open_storage(where)
+    names = study_names(storage)
+    close_storage(storage)
     if len(names) != 1:
         listed = ", ".join(names) or "none"
         raise StudyError(
-            f"{without_password(storage)} has {len(names)} studies ({listed}); name one with "
-            f"--study."
+            f"{without_password(where)} has {len(names)} studies ({listed}); name one with --study."
         )
     return names[0]

@@ -1,29 +1,37 @@
-"""The commands about spec tables: check, diff, export, report."""
+"""The commands about spec tables: show, check, diff, export, report."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.factory import FACTORY, call_factory, use_cpu_devices
+from autoshard.cli.factory import call_factory, use_cpu_devices
+from autoshard.cli.options import AsJson, Factory, Table
 from autoshard.devices.mesh_text import parse_axes
 from autoshard.report.html import report_html
+from autoshard.report.plan_text import table_text
+from autoshard.table.check import Finding
 from autoshard.table.check import check as check_table
 from autoshard.table.diff import diff_text
 from autoshard.table.export import FORMS
 from autoshard.table.export import export as export_table
 from autoshard.table.spec_table import SpecTable
 
-Table = Annotated[Path, typer.Argument(help="A spec table.")]
+
+def show(table: Table, as_json: AsJson = False) -> None:
+    """Prints a spec table for people."""
+    loaded = SpecTable.load(table)
+    typer.echo(loaded.dumps() if as_json else table_text(loaded))
 
 
 def check(
     table: Table,
-    factory: Annotated[str, typer.Argument(help=FACTORY)],
+    factory: Factory,
     mesh: Annotated[
         str | None, typer.Option(help="Another mesh than the table's, such as data=4,model=2.")
     ] = None,
@@ -43,21 +51,21 @@ def check(
     if mesh is not None:
         arguments["mesh"] = mesh
     findings = check_table(loaded, **arguments)
-    failed = [f for f in findings if f.fatal or strict]
+    fits = not (findings if strict else [finding for finding in findings if finding.fatal])
     if as_json:
-        typer.echo(
-            json.dumps(
-                [{"kind": f.kind, "fatal": f.fatal, "text": f.text} for f in findings], indent=1
-            )
-        )
+        typer.echo(_findings_json(findings))
     else:
         for finding in findings:
             typer.echo(str(finding))
-        typer.echo(
-            f"{table}: {'does not fit' if failed else 'fits'} {factory} ({len(findings)} findings)"
-        )
-    if failed:
+        verdict = "fits" if fits else "does not fit"
+        typer.echo(f"{table}: {verdict} {factory} ({len(findings)} findings)")
+    if not fits:
         raise typer.Exit(1)
+
+
+def _findings_json(findings: Sequence[Finding]) -> str:
+    rows = [{"kind": f.kind, "fatal": f.fatal, "text": f.text} for f in findings]
+    return json.dumps(rows, indent=1)
 
 
 def diff(old: Table, new: Annotated[Path, typer.Argument(help="Another one.")]) -> None:

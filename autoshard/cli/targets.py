@@ -1,6 +1,4 @@
-"""`autoshard capture-target`: the GPUs of this machine, written down so that others can plan for
-them.
-"""
+"""`autoshard capture-target`: the GPUs of this machine, written down for planning elsewhere."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ def capture_target(
     if description is None:
         raise TargetError(
             f"capture-target describes the GPUs of the machine it runs on, but jax sees "
-            f"{len(devices)} "
-            f"{devices[0].platform} devices here. Run it on a machine with GPUs, with jax[cuda12] "
-            f"installed."
+            f"{len(devices)} {devices[0].platform} devices here. Run it on a machine with GPUs, "
+            f"with jax[cuda12] installed."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(description, encoding="utf-8")

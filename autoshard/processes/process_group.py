@@ -2,10 +2,10 @@
 never of devices.
 
 All processes of a mesh call the same search. The first of them leads: it decides and says what is
-done next, the others do it along with it (see `multihost`). A search is a sequence of steps, a step
-a sequence of turns; at each turn every process posts a value and reads those of all others, so that
-all continue from the same values. Nothing is waited for without a limit, and a process that fails
-or leaves says so, on which the others leave the step as well.
+done next, the others do the same (see `evaluate.multiprocess`). A search is a sequence of
+operations, an operation a sequence of rounds; in each round every process posts a value and reads
+those of all others, so that all continue from the same values. Nothing is waited for without a
+limit, and a process that fails or leaves says so, on which the others leave the operation as well.
 
 One thing cannot be left: a program on the devices that waits for a process which failed before it
 got there. A thread watches for that. It ends the process, after telling why, since nothing else
@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import msgspec
-
-from autoshard.text import first_line, one_line
 
 log = logging.getLogger("autoshard.jobs")
 
@@ -35,14 +34,23 @@ LOST = 70
 """Exit code of a process that lost the others of its group (EX_SOFTWARE of sysexits.h)."""
 
 LIMIT_S = 600.0
-"""How long a process waits for another's answer; they differ by what is compiled and loaded,
-minutes at most."""
+"""How long a process waits for another's answer. Chosen by hand: they differ by what is compiled and
+loaded, minutes at most; tests set their own."""
 
 GRACE_S = 60.0
 """How much longer a program may run on the devices once another process is known to have failed in
-it."""
+the operation. Chosen by hand: long against a program's run, which may end well; tests set their own."""
 
 POLL_S = 1.0
+"""How often what others announced is looked up while a value is waited for. Chosen by hand: a
+request to the coordination service takes under a millisecond; tests set 0.02."""
+
+_ANNOUNCEMENT_CHARS = 2000
+"""An error's text is cut here: enough for a reason, and compilers write megabytes. Chosen by hand;
+no test depends on it."""
+
+_LINE_CHARS = 300
+"""The same of an error in one line."""
 
 
 class GroupEnded(BaseException):
@@ -52,11 +60,11 @@ class GroupEnded(BaseException):
 
 
 class LeftError(Exception):
-    """Another process left this step; the text says why."""
+    """Another process left this operation; the text says why."""
 
 
 class ProcessFailedError(Exception):
-    """What all processes did together failed on one of them; the text says on which and why."""
+    """What all processes ran failed on one of them; the text says on which and why."""
 
 
 class Store(Protocol):
@@ -79,21 +87,49 @@ class Store(Protocol):
 
 
 class Peers(Protocol):
-    """The processes that do something together."""
+    """The processes that run something together."""
 
-    def together(self, run: Callable[[], _T]) -> list[_T]:
+    def run_on_all(self, run: Callable[[], _T]) -> list[_T]:
         """What this gives on each process; an exception on any of them is one on all."""
 
 
-class Alone:
-    """One process."""
+class SingleProcess:
+    """A process without peers."""
 
-    def together(self, run: Callable[[], _T]) -> list[_T]:
+    def run_on_all(self, run: Callable[[], _T]) -> list[_T]:
         """What this gives here."""
         return [run()]
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
+
+
+class _Position(NamedTuple):
+    """How far a process has come: the number of its operation, and the rounds done in it."""
+
+    operation: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Absence:
+    """Why another process will not take part in a round.
+
+    Attributes:
+        reason: What it said.
+        failed: Whether it failed in this operation; else it ended for reasons of its own.
+    """
+
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Stuck:
+    """Since when this process has waited in vain, by a clock that never goes back."""
+
+    position: _Position
+    since_s: float
 
 
 class ProcessGroup:
@@ -119,16 +155,16 @@ class ProcessGroup:
             limit_s: See `LIMIT_S`.
             grace_s: See `GRACE_S`.
             on_lost: Called from another thread before this process ends because it waits for others
-                in vain, with the reason, and whether that is what failed in the step (else they
-                left for reasons of their own).
+                in vain, with the reason, and whether that is what failed in the operation (else
+                they left for reasons of their own).
             on_interrupt: Called from another thread of the leader when another process was
                 interrupted.
         """
         self.own, self.members, self.limit_s = own, tuple(sorted(members)), limit_s
         self.on_lost, self.on_interrupt = on_lost, on_interrupt
         self._store, self._grace_s = store, grace_s
-        self._at = (0, 0)
-        self._watched = False
+        self._at = _Position(0, 0)
+        self._on_devices = False
         self._broken = ""
         self._closed = threading.Event()
         self._stderr = -1
@@ -140,17 +176,13 @@ class ProcessGroup:
 
     def __enter__(self) -> ProcessGroup:
         group = "autoshard/" + "-".join(map(str, self.members))
-        try:
+        with _ended_if_away():
             number = self._store.count(f"{group}/count/{self.own}")
-        except RuntimeError as error:
-            raise GroupEnded(
-                f"jax's coordination service does not answer ({_one_line(error)})"
-            ) from None
         self._prefix = f"{group}/{number}/"
         self._previous = f"{group}/{number - 1}/"
         self._stderr = os.dup(2)  # file descriptor 2 itself is captured now and then
         self._watcher = threading.Thread(
-            target=self._watch, name="autoshard-agreement", daemon=True
+            target=self._watch, name="autoshard-process-group", daemon=True
         )
         self._watcher.start()
         return self
@@ -162,68 +194,72 @@ class ProcessGroup:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._say("end", _one_line(error))
+            self._announce("end", _one_line(error))
         self._closed.set()
         self._watcher.join(2 * POLL_S)
         os.close(self._stderr)
         self._stderr = -1
 
-    # Steps and turns ------------------------------------------------------------------------------
+    # Operations and rounds ------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, *, on_devices: bool) -> Iterator[None]:
-        """One step. An exception that leaves it on this process makes the others leave it.
+    def operation(self, *, on_devices: bool) -> Iterator[None]:
+        """One operation. An exception that leaves it on this process makes the others leave it.
 
         Args:
             on_devices: Something is run in it that waits for the other processes.
         """
         if self._broken:
             raise GroupEnded(self._broken)
-        self._at = self._at[0] + 1, 0
-        self._watched = on_devices
+        self._at = _Position(self._at.operation + 1, 0)
+        self._on_devices = on_devices
         try:
             yield
         except (LeftError, ProcessFailedError):
             raise
         except BaseException as error:
             if self.leads or isinstance(error, Exception):  # else this process ends, and says so
-                self._say(f"{self._at[0]}/left", _one_line(error))
+                self._announce(f"{self._at.operation}/left", _one_line(error))
             raise
         finally:
-            self._watched = False
-        # all have come to the end of this step, so all have read what was posted in the one before
-        if self.leads:
-            with suppress(RuntimeError):
-                self._store.delete(
-                    f"{self._prefix}{self._at[0] - 1}/" if self._at[0] > 1 else self._previous
-                )
+            self._on_devices = False
+        self._forget_previous()
 
-    def gather(self, value: _T, failed: str = "") -> list[tuple[str, _T]]:
-        """A turn: (why it failed, value) of each process, in the order of their numbers.
+    def _forget_previous(self) -> None:
+        """Deletes what was posted in the operation before: all have come to the end of this one, so
+        all have read it.
+        """
+        if not self.leads:
+            return
+        before = self._at.operation - 1
+        with suppress(RuntimeError):
+            self._store.delete(f"{self._prefix}{before}/" if before else self._previous)
+
+    def gather_from_all(self, value: _T, failure: str = "") -> list[tuple[str, _T]]:
+        """A round: (why it failed, value) of each process, in the order of their numbers.
 
         Args:
             value: Of this process; plain builtins.
-            failed: Why there is none.
+            failure: Why there is none.
 
         Raises:
-            LeftError: If a process left the step.
-            Ended: If a process ended, or does not answer within the limit.
+            LeftError: If a process left the operation.
+            GroupEnded: If a process ended, or does not answer within the limit.
         """
-        step, turn = self._at
-        self._at = step, turn + 1
-        place = f"{self._prefix}{step}/{turn + 1}/"
-        self._put(f"{place}{self.own}", msgspec.msgpack.encode((failed, value)))
+        operation, round_ = self._at.operation, self._at.round + 1
+        self._at = _Position(operation, round_)
+        place = f"{self._prefix}{operation}/{round_}/"
+        self._put(f"{place}{self.own}", msgspec.msgpack.encode((failure, value)))
         answers: list[tuple[str, _T]] = []
         for member in self.members:
             if member == self.own:
-                answers.append((failed, value))
+                answers.append((failure, value))
             else:
-                answers.append(
-                    tuple(msgspec.msgpack.decode(self._await(f"{place}{member}", member)))
-                )
+                answer = msgspec.msgpack.decode(self._await(f"{place}{member}", member))
+                answers.append(tuple(answer))
         return answers
 
-    def together(self, run: Callable[[], _T]) -> list[_T]:
+    def run_on_all(self, run: Callable[[], _T]) -> list[_T]:
         """What this gives on each process, as plain builtins; see `Peers`.
 
         Raises:
@@ -231,76 +267,80 @@ class ProcessGroup:
         """
         error: Exception | None = None
         value: Any = None
-        failed = ""
+        failure = ""
         try:
             value = run()
-        except (LeftError, ProcessFailedError):  # a turn within: all are told already
+        except (LeftError, ProcessFailedError):  # from a round within: all have heard of it
             raise
         except Exception as caught:
-            error, failed = caught, _one_line(caught)
+            error, failure = caught, _one_line(caught)
         try:
-            answers = self.gather(value, failed)
+            answers = self.gather_from_all(value, failure)
         except GroupEnded as ended:
-            if not failed:
+            if not failure:
                 raise
-            self._broken = str(
-                ended
-            )  # the others waited in vain for what failed here: that is what is at fault
-            raise ProcessFailedError(f"on process {self.own}: {failed}") from error
+            # The others waited in vain for what failed here: that is what is at fault.
+            self._broken = str(ended)
+            raise ProcessFailedError(f"on process {self.own}: {failure}") from error
         for member, (text, _) in zip(self.members, answers, strict=True):
             if text:
                 raise ProcessFailedError(f"on process {member}: {text}") from error
-        return [found for _, found in answers]
+        return [answer for _, answer in answers]
 
-    def same(self, what: dict[str, str]) -> None:
-        """Makes sure that all processes were called alike, in a step of its own.
+    def check_same(self, facts: dict[str, str]) -> None:
+        """Makes sure that all processes were called alike, in an operation of its own.
+
+        Args:
+            facts: What must be the same, by name.
 
         Raises:
-            Ended: If they were not; the difference is named.
+            GroupEnded: If they were not; the difference is named.
         """
-        with self.step(on_devices=False):
-            answers = [value for _, value in self.gather(what)]
-        first = answers[0]
+        with self.operation(on_devices=False):
+            answers = [answer for _, answer in self.gather_from_all(facts)]
+        leader, first = self.members[0], answers[0]
         for member, other in zip(self.members, answers, strict=True):
-            differs = [f"{k}: {v!r} there, {first.get(k)!r} on process {self.members[0]}" for k, v in other.items()
-                       if first.get(k) != v]  # fmt: skip
-            if differs:
+            differences = []
+            for name, value in other.items():
+                if first.get(name) != value:
+                    differences.append(
+                        f"{name}: {value!r} there, {first.get(name)!r} on process {leader}"
+                    )
+            if differences:
                 raise GroupEnded(
-                    f"process {member} was called for something else ({'; '.join(differs)})"
+                    f"process {member} was called for something else ({'; '.join(differences)})"
                 )
 
     # Commands -------------------------------------------------------------------------------------
 
-    def command(self, what: str, **arguments: Any) -> None:
-        """Says what the step that was just entered is; for the leader."""
-        self._put(f"{self._prefix}{self._at[0]}/command", msgspec.msgpack.encode([what, arguments]))
+    def command(self, name: str, **arguments: Any) -> None:
+        """Says what the operation that was just entered is; for the leader."""
+        self._put(f"{self._prefix}{self._at.operation}/command", _encoded(name, arguments))
 
-    def last_command(self, what: str, **arguments: Any) -> None:
-        """Says that there are no further steps, and what came of them; for the leader."""
+    def last_command(self, name: str, **arguments: Any) -> None:
+        """Says that there are no further operations, and what came of them; for the leader."""
         if not self._broken:
-            self._put(
-                f"{self._prefix}{self._at[0] + 1}/command",
-                msgspec.msgpack.encode([what, arguments]),
-            )
+            self._put(f"{self._prefix}{self._at.operation + 1}/command", _encoded(name, arguments))
 
     def next_command(self, check: Callable[[], bool] = lambda: False) -> tuple[str, dict[str, Any]]:
-        """What the next step is; for the others. It is waited for as long as the leader lives: it
-        may wait for workers.
+        """What the next operation is; for the others. It is waited for as long as the leader lives:
+        it may wait for workers.
 
         Args:
             check: Called every second; True once this process was interrupted, which the leader is
                 then told.
         """
-        key, leader, told = f"{self._prefix}{self._at[0] + 1}/command", self.members[0], False
+        key, leader = f"{self._prefix}{self._at.operation + 1}/command", self.members[0]
+        announced = False
         while True:
-            if check() and not told:
-                told = True
-                self._say("interrupt", "interrupted")
-            found = self._get(key)
-            if found is not None:
-                name, arguments = msgspec.msgpack.decode(found)
+            if check() and not announced:
+                announced = True
+                self._announce("interrupt", "interrupted")
+            command = self._get(key)
+            if command is not None:
+                name, arguments = msgspec.msgpack.decode(command)
                 return name, arguments
-            ends = self._said("end")
+            ends = self._announced("end")
             if leader in ends and self._get(key) is None:  # its last command came before its end
                 raise GroupEnded(f"process {leader} ended the search ({ends[leader]})")
 
@@ -310,105 +350,125 @@ class ProcessGroup:
         """A value of another process.
 
         Raises:
-            LeftError: If a process left the step.
-            Ended: If one ended, or this one does not answer.
+            LeftError: If a process left the operation.
+            GroupEnded: If one ended, or this one does not answer.
         """
-        step, until = self._at[0], time.monotonic() + self.limit_s
+        until_s = time.monotonic() + self.limit_s
         while True:
-            found = self._get(key)
-            if found is not None:
-                return found
-            for who, why in self._said(f"{step}/left").items():
+            value = self._get(key)
+            if value is not None:
+                return value
+            for who, why in self._announced(f"{self._at.operation}/left").items():
                 raise LeftError(f"process {who} left: {why}")
-            for who, why in self._said("end").items():
+            for who, why in self._announced("end").items():
                 raise GroupEnded(f"process {who} ended the search ({why})")
-            if time.monotonic() > until:
+            if time.monotonic() > until_s:
                 raise GroupEnded(f"process {member} has not answered for {self.limit_s:g} s")
 
     def _get(self, key: str) -> bytes | None:
-        try:
+        with _ended_if_away():
             return self._store.get(key, POLL_S)
-        except RuntimeError as error:
-            raise GroupEnded(
-                f"jax's coordination service does not answer ({_one_line(error)})"
-            ) from None
 
     def _put(self, key: str, value: bytes) -> None:
-        try:
+        with _ended_if_away():
             self._store.put(key, value)
-        except RuntimeError as error:
-            raise GroupEnded(
-                f"jax's coordination service does not answer ({_one_line(error)})"
-            ) from None
 
-    def _say(self, what: str, text: str) -> None:
-        with suppress(RuntimeError):  # said already, or nobody is left to hear it
-            self._store.put(f"{self._prefix}{what}/{self.own}", text[:2000].encode())
+    def _announce(self, topic: str, text: str) -> None:
+        with suppress(RuntimeError):  # announced already, or nobody is left to hear it
+            key = f"{self._prefix}{topic}/{self.own}"
+            self._store.put(key, text[:_ANNOUNCEMENT_CHARS].encode())
 
-    def _said(self, what: str) -> dict[int, str]:
-        """What others said, by their number."""
-        try:
-            found = self._store.below(f"{self._prefix}{what}/")
-        except RuntimeError as error:
-            raise GroupEnded(
-                f"jax's coordination service does not answer ({_one_line(error)})"
-            ) from None
-        by_member = {
-            int(key.rpartition("/")[2]): value.decode(errors="replace")
-            for key, value in found.items()
-        }
-        return {member: text for member, text in by_member.items() if member != self.own}
+    def _announced(self, topic: str) -> dict[int, str]:
+        """What other processes announced, by their number."""
+        with _ended_if_away():
+            announcements = self._store.below(f"{self._prefix}{topic}/")
+        texts: dict[int, str] = {}
+        for key, text in announcements.items():
+            member = int(key.rpartition("/")[2])
+            if member != self.own:
+                texts[member] = text.decode(errors="replace")
+        return texts
 
     # Watching -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        stuck: tuple[tuple[int, int], float] | None = None
+        """Ends this process once it is stuck on its devices; tells the leader of interruptions."""
+        stuck: _Stuck | None = None
         interrupted = False
         while not self._closed.wait(POLL_S):
             try:
-                if self.leads and not interrupted and self._said("interrupt"):
+                if self.leads and not interrupted and self._announced("interrupt"):
                     interrupted = True
                     self.on_interrupt()
-                at = self._at
-                why, failed = self._missing(at) if self._watched else ("", False)
+                stuck = self._stuck(stuck)
             except (GroupEnded, RuntimeError):
                 continue  # the main thread finds out as well; where it cannot, jax ends the process
-            now_s = time.monotonic()
-            if not why or self._at != at or not self._watched:
-                stuck = None
-            elif stuck is None or stuck[0] != at:
-                stuck = at, now_s
-            elif now_s - stuck[1] > self._grace_s:
-                self._lose(why, failed)
 
-    def _missing(self, at: tuple[int, int]) -> tuple[str, bool]:
-        """Why another process will not take part in the turn that this one is on its way to, empty
-        if it may; and whether it failed in this step.
+    def _stuck(self, before: _Stuck | None) -> _Stuck | None:
+        """Whether this process waits for one that will not come, and since when; does not return
+        once that has lasted for the grace period.
         """
-        step, turn = at
-        for key, posted in self._store.below(f"{self._prefix}{step}/{turn + 1}/").items():
-            failed = msgspec.msgpack.decode(posted)[0]
-            if failed:
-                return f"on process {key.rpartition('/')[2]}: {failed}", True
-        for member, why in self._said(f"{step}/left").items():
-            return f"process {member} left ({why})", True
-        for member, why in self._said("end").items():
-            return f"process {member} ended ({why})", False
-        return "", False
+        at = self._at
+        absence = self._absence(at) if self._on_devices else None
+        now_s = time.monotonic()
+        # This process may have come further while the store was asked.
+        if absence is None or self._at != at or not self._on_devices:
+            return None
+        if before is None or before.position != at:
+            return _Stuck(at, now_s)
+        if now_s - before.since_s > self._grace_s:
+            self._abort(absence)
+        return before
 
-    def _lose(self, why: str, failed: bool) -> NoReturn:
+    def _absence(self, at: _Position) -> _Absence | None:
+        """Why another process will not take part in the round that this one is on its way to; None
+        if it may.
+        """
+        next_round = f"{self._prefix}{at.operation}/{at.round + 1}/"
+        for key, posted in self._store.below(next_round).items():
+            failure = msgspec.msgpack.decode(posted)[0]
+            if failure:
+                return _Absence(f"on process {key.rpartition('/')[2]}: {failure}", failed=True)
+        for member, why in self._announced(f"{at.operation}/left").items():
+            return _Absence(f"process {member} left ({why})", failed=True)
+        for member, why in self._announced("end").items():
+            return _Absence(f"process {member} ended ({why})", failed=False)
+        return None
+
+    def _abort(self, absence: _Absence) -> NoReturn:
         """Ends this process, in which a program waits for devices of another process and would for
         ever.
         """
-        text = f"process {self.own} is stuck on its devices since another process failed, and ends: {why}"
-        self._say("end", text)
+        text = (
+            f"process {self.own} is stuck on its devices since another process failed, and ends: "
+            f"{absence.reason}"
+        )
+        self._announce("end", text)
         with suppress(Exception):
             log.error("%s", text)
-            self.on_lost(why, failed)
+            self.on_lost(absence.reason, absence.failed)
         with suppress(OSError):
             os.write(self._stderr, f"autoshard: {text}\n".encode())
         os._exit(LOST)
 
 
+@contextmanager
+def _ended_if_away() -> Iterator[None]:
+    """Within it, a coordination service that does not answer ends the group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupEnded(
+            f"jax's coordination service does not answer ({_one_line(error)})"
+        ) from None
+
+
+def _encoded(name: str, arguments: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode([name, arguments])
+
+
 def _one_line(error: BaseException) -> str:
-    return first_line(str(error)) if isinstance(error, GroupEnded) else one_line(error)
+    lines = str(error).strip().splitlines()
+    if isinstance(error, GroupEnded):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0][:_LINE_CHARS] if lines else ''}"

@@ -15,7 +15,8 @@ import pytest
 
 from autoshard.search.study.claims import claim_of, record_of
 from autoshard.search.study.storage import open_storage, study_names
-from autoshard.search.study.task_queue import Tasks
+from autoshard.search.study.task_id import TaskKind
+from autoshard.search.study.task_queue import TaskQueue
 
 FACTORY = """
 import jax
@@ -107,13 +108,13 @@ def compiled_seconds(log: Path) -> dict[str, list[float]]:
     if not log.exists():
         return found
     for name in study_names(open_storage(str(log))):
-        for candidate in Tasks(str(log), name, create=False).trials():
-            claim = claim_of(candidate)
+        for trial in TaskQueue(str(log), name, create=False).trials():
+            claim = claim_of(trial)
             assert claim is not None
-            task, _, key = claim.task.partition(" ")
-            if task == "compile" and candidate.state.name in ("COMPLETE", "PRUNED"):
-                (made,) = record_of(candidate)["candidates"]
-                found.setdefault(key, []).append(made["compiled"]["compile_s"])
+            task_id = claim.task
+            if task_id.kind is TaskKind.COMPILE and trial.state.name in ("COMPLETE", "PRUNED"):
+                (record,) = record_of(trial)["candidates"]
+                found.setdefault(task_id.key, []).append(record["compiled"]["compile_s"])
     return found
 
 

@@ -1,4 +1,4 @@
-"""A worker whose evaluations are cheap: claims, beats and records are the real ones. And ways to
+"""A worker whose evaluations are cheap: claims, heartbeats and records are the real ones. And ways to
 start several.
 
 Each evaluation appends its number to LOG when it starts, so that a test sees what was run how
@@ -21,12 +21,13 @@ from typing import Any
 
 from autoshard.search.study.claims import Claims, claim_of
 from autoshard.search.study.heartbeat import WITHOUT_JAX
-from autoshard.search.study.task_queue import Result, Tasks, Work
+from autoshard.search.study.task_id import TaskId, TaskKind
+from autoshard.search.study.task_queue import Result, Task, TaskQueue
 
 ROOT = Path(__file__).parent.parent.parent
 LEASE_S = 2.0
 CROWDED_LEASE_S = 60.0
-"""Where more processes start than the machine has cores: beats are late, and that is not what is
+"""Where more processes start than the machine has cores: heartbeats are late, and that is not what is
 tested."""
 
 
@@ -83,17 +84,21 @@ def die_while_appending(number: int) -> None:
     journal.os = Half()  # type: ignore[assignment]
 
 
-def works(count: int, seconds: float, log: Path, what: str = "") -> dict[str, Work]:
-    def work(number: int) -> Work:
-        return Work(
+def compile_id(number: int) -> TaskId:
+    return TaskId(TaskKind.COMPILE, (str(number),))
+
+
+def tasks_of(count: int, seconds: float, log: Path, what: str = "") -> dict[TaskId, Task]:
+    def task(number: int) -> Task:
+        return Task(
             lambda: evaluate(number, seconds, log, what),
             lambda reason: Result({"number": number, "rejected": reason}),
             "measure" if what.startswith("measure") else "compile",
             f"candidate {number}",
-            of_one=True,
+            single_candidate=True,
         )
 
-    return {f"compile {number}": work(number) for number in range(count)}
+    return {compile_id(number): task(number) for number in range(count)}
 
 
 def start(
@@ -129,15 +134,15 @@ def crew(number: int, *arguments: Any, **options: Any) -> Iterator[list[subproce
                 worker.stderr.close()
 
 
-def task_of(candidate: Any) -> str:
-    claim = claim_of(candidate)
+def task_id_of(trial: Any) -> TaskId:
+    claim = claim_of(trial)
     assert claim is not None
     return claim.task
 
 
-def board_of(where: str, study: str = "s") -> Claims:
-    with Tasks(where, study, create=False) as tasks:
-        return tasks.read()
+def claims_of(where: str, study: str = "s") -> Claims:
+    with TaskQueue(where, study, create=False) as queue:
+        return queue.read()
 
 
 def wait_for(condition: Any, timeout_s: float = 100.0) -> None:
@@ -164,12 +169,11 @@ def main() -> None:
         die_while_appending(int(what.split()[1]))
     limit_s = 2.0 if what == "measure hang" else None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-    with Tasks(where, study, lease_s=float(lease_s), patience_s=60, limit_s=limit_s) as tasks:
-        found = tasks.run(works(int(count), float(seconds), Path(log), what))
-    best = min(
-        (r for r in found.values() if "rejected" not in r), key=lambda r: value_of(r["number"])
-    )
-    print(json.dumps({"tasks": len(found), "best": best["number"]}), file=sys.stderr)
+    with TaskQueue(where, study, lease_s=float(lease_s), patience_s=60, limit_s=limit_s) as queue:
+        records = queue.run(tasks_of(int(count), float(seconds), Path(log), what))
+    accepted = [record for record in records.values() if "rejected" not in record]
+    best = min(accepted, key=lambda record: value_of(record["number"]))
+    print(json.dumps({"tasks": len(records), "best": best["number"]}), file=sys.stderr)
 
 
 if __name__ == "__main__":

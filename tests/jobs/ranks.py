@@ -163,7 +163,7 @@ def manners(mesh: Any, settings: dict[str, Any]) -> dict[str, Any]:
 def search(mesh: Any, **changes: Any) -> dict[str, Any]:
     """A search for a small step, or its error."""
     import autoshard
-    from autoshard.search.study.shared_evaluation import Sharing
+    from autoshard.search.study.shared_study import Sharing
     from tests.models import mlp_args, mlp_step
 
     given: dict[str, Any] = {
@@ -309,7 +309,7 @@ def other_function(mesh: Any, own: int) -> dict[str, Any]:
 
 
 def late(mesh: Any, own: int) -> dict[str, Any]:
-    from autoshard.search.study.shared_evaluation import Sharing
+    from autoshard.search.study.shared_study import Sharing
 
     time.sleep(8 if own == 1 else 0)
     return search(mesh, sharing=Sharing(patience_s=2))

@@ -18,7 +18,7 @@ from autoshard.errors import ArgumentError, AutoshardError, HardwareError, Study
 from autoshard.evidence.candidate import Candidate
 from autoshard.search.study.claims import Claims, record_of
 from autoshard.search.study.journal import Journal
-from autoshard.search.study.shared_evaluation import candidates_of
+from autoshard.search.study.shared_study import candidates_of
 from autoshard.table.spec_table import SpecTable
 
 EXECUTIONS = 400
@@ -142,13 +142,15 @@ def test_journals(lines: list[bytes], tmp_path_factory: Any) -> None:
 
 
 @fuzz
-@given(st.lists(st.dictionaries(st.sampled_from(["claim", "beat", "ended", "record.0"]), values)))
-def test_boards(attributes: list[dict[str, Any]]) -> None:
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["claim", "heartbeat", "ended", "record.0"]), values))
+)
+def test_claims(attributes: list[dict[str, Any]]) -> None:
     from optuna.trial import TrialState, create_trial
 
     states = [TrialState.RUNNING, TrialState.FAIL, TrialState.PRUNED]
-    candidates = [create_trial(state=states[i % 3], user_attrs=a) for i, a in enumerate(attributes)]
-    assert isinstance(Claims.of(candidates), Claims)
+    trials = [create_trial(state=states[i % 3], user_attrs=a) for i, a in enumerate(attributes)]
+    assert isinstance(Claims.of(trials), Claims)
 
 
 def test_what_is_read_is_never_executed() -> None:

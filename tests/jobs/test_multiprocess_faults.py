@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.search.study.task_queue import Tasks
-from tests.jobs.crew import board_of, wait_for
+from autoshard.search.study.task_id import TaskKind
+from autoshard.search.study.task_queue import TaskQueue
+from tests.jobs.crew import claims_of, wait_for
 from tests.jobs.ranks import free_port
 from tests.jobs.test_workers import ENVIRONMENT, compiled_keys
 
@@ -44,15 +45,15 @@ from autoshard.evaluate import device_runner
 from autoshard.processes import process_group
 from tests.models import mlp_args, mlp_step
 
-process_group.Agreement.__init__.__kwdefaults__["grace_s"] = 3.0
-run, build = device_runner.Bench._run_and_compare, device_runner.compile_built
+process_group.ProcessGroup.__init__.__kwdefaults__["grace_s"] = 3.0
+run, build = device_runner.DeviceRunner._run_and_compare, device_runner.compile_built
 once = pathlib.Path("once")
 
 
 def stuck(self, compiled, inputs, reference):
     if compiled.evidence.collective_bytes and not once.exists():
         once.write_text(compiled.built.function.__name__)
-        self.peers.together(lambda: None)  # the inputs are placed; the others go on to run
+        self.peers.run_on_all(lambda: None)  # the inputs are placed; the others go on to run
         raise MemoryError("no memory on this host")
     return run(self, compiled, inputs, reference)
 
@@ -65,7 +66,7 @@ def slow(*args, **kwargs):
 def factory():
     device_runner.compile_built = slow
     if {stuck} and jax.process_index() == 1:
-        device_runner.Bench._run_and_compare = stuck
+        device_runner.DeviceRunner._run_and_compare = stuck
     return dict(fn=mlp_step, example_args=mlp_args(), donate_argnums=0)
 """
 
@@ -127,9 +128,9 @@ def check_complete(folder: Path) -> None:
     """Each candidate evaluated once, and the study has what was asked for."""
     keys = compiled_keys(f"journal:{folder / 'study.log'}")
     assert len(keys) == len(set(keys)) >= 4
-    claims = board_of(f"journal:{folder / 'study.log'}", "mlp")
-    assert any(task.startswith("measure ") for task in claims.results)
-    assert not claims.claims
+    claims = claims_of(f"journal:{folder / 'study.log'}", "mlp")
+    assert any(task.kind is TaskKind.MEASURE for task in claims.results)
+    assert not claims.live
 
 
 @pytest.mark.slow
@@ -149,11 +150,11 @@ def test_a_layout_that_gets_the_others_stuck_is_rejected_and_the_job_goes_on(
     with group(tmp_path, stuck=True) as workers:
         ended(workers, tmp_path)
     check_complete(tmp_path)
-    claims = board_of(f"journal:{tmp_path / 'study.log'}", "mlp")
+    claims = claims_of(f"journal:{tmp_path / 'study.log'}", "mlp")
     reasons = [
         claims.record(task)["candidates"][0]["reason"]
         for task in claims.results
-        if task.startswith("verify ")
+        if task.kind is TaskKind.VERIFY
     ]
     assert (
         Counter(reasons)["running failed: on process 1: MemoryError: no memory on this host"] == 1
@@ -177,12 +178,12 @@ def test_a_process_that_is_killed_takes_the_others_along_and_all_start_again(
 
 
 @pytest.mark.slow
-def test_a_group_that_is_preempted_hands_its_task_back(tmp_path: Path) -> None:
+def test_a_group_that_is_preempted_releases_its_task(tmp_path: Path) -> None:
     with group(tmp_path, pause_s=5.0) as workers:
         wait_for(lambda: '"claimed: compile' in said(tmp_path, 0), LIMIT_S)
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
         assert [worker.wait(timeout=60) for worker in workers] == [143, 143]
-    assert "handed back: compile" in said(tmp_path, 0)
-    with Tasks(f"journal:{tmp_path / 'study.log'}", "mlp", create=False) as tasks:
-        assert not tasks.read().claims
+    assert "released: compile" in said(tmp_path, 0)
+    with TaskQueue(f"journal:{tmp_path / 'study.log'}", "mlp", create=False) as queue:
+        assert not queue.read().live

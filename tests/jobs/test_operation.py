@@ -29,7 +29,8 @@ from autoshard.evidence.candidate import Candidate
 from autoshard.layout.pins import Only
 from autoshard.processes.process_group import LOST
 from autoshard.processes.supervisor import supervise
-from autoshard.search.study.task_queue import Result, Tasks, Work
+from autoshard.search.study.task_id import TaskId, TaskKind
+from autoshard.search.study.task_queue import Result, Task, TaskQueue
 from tests.jobs.crew import ROOT
 from tests.jobs.test_workers import ENVIRONMENT, answer, autoshard, compiled_keys, job_in, said
 
@@ -76,8 +77,8 @@ def test_the_slurm_script_with_a_stand_in_for_srun(tmp_path: Path) -> None:
 def test_the_doctor_says_what_is_there_and_what_to_do(tmp_path: Path) -> None:
     found = {f.what: f for f in examine(f"journal:{tmp_path / 'x.log'}")}
     assert found["storage"].level == "ok"
-    assert found["devices"].found.startswith("8 cpu")
-    assert "jax " in found["versions"].found
+    assert found["devices"].state.startswith("8 cpu")
+    assert "jax " in found["versions"].state
     assert all(f.fix for f in found.values() if f.level != "ok")
     broken = CliRunner().invoke(app, ["doctor", "--storage", "sqlite+odd://u:hidden@h/x", "--json"])
     assert broken.exit_code == 1
@@ -236,7 +237,7 @@ def test_the_github_action_runs_a_check() -> None:
 
 def test_status_can_be_watched(tmp_path: Path) -> None:
     where = f"journal:{tmp_path / 'study.log'}"
-    tasks = Tasks(where, "s")
+    queue = TaskQueue(where, "s")
     watching = autoshard(tmp_path, "status", "--storage", where, "--watch", "--json")
     assert watching.stdout is not None
     try:
@@ -247,13 +248,8 @@ def test_status_can_be_watched(tmp_path: Path) -> None:
             ],
             "note": "",
         }
-        tasks.run(
-            {
-                "compile k": Work(
-                    lambda: Result(record), lambda reason: Result(record), "compile", "k"
-                )
-            }
-        )
+        task = Task(lambda: Result(record), lambda reason: Result(record), "compile", "k")
+        queue.run({TaskId(TaskKind.COMPILE, ("k",)): task})
         shown = json.loads(watching.stdout.readline())
         assert (shown["evaluated"], shown["rejected"]) == (
             1,

@@ -17,8 +17,8 @@ from autoshard.errors import StudyError
 from autoshard.report.html import report_html
 from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import open_storage
-from autoshard.search.study.task_queue import Tasks
-from tests.jobs.crew import CROWDED_LEASE_S, ROOT, crew, evaluations, task_of, wait_for, works
+from autoshard.search.study.task_queue import TaskQueue
+from tests.jobs.crew import CROWDED_LEASE_S, ROOT, crew, evaluations, task_id_of, tasks_of, wait_for
 from tests.jobs.postgres import PASSWORD, Server
 from tests.models import mlp_args, mlp_step
 
@@ -47,9 +47,11 @@ def test_a_server_that_restarts_is_waited_for(away_s: int, server: Server, tmp_p
     assert [json.loads(text.splitlines()[-1])["tasks"] for text in said] == [12, 12]
     assert any("is away" in text for text in said)
     assert not any(PASSWORD in text for text in said)
-    with Tasks(server.url, study, create=False) as tasks:
-        candidates = tasks.trials()
-    done = [task_of(t) for t in candidates if t.state.is_finished() and t.state != TrialState.FAIL]
+    with TaskQueue(server.url, study, create=False) as queue:
+        trials = queue.trials()
+    done = [
+        str(task_id_of(t)) for t in trials if t.state.is_finished() and t.state != TrialState.FAIL
+    ]
     assert sorted(done) == sorted(f"compile {i}" for i in range(12))
 
 
@@ -119,9 +121,10 @@ def test_a_password_is_in_nothing_that_is_written(
         *plan.notes,
     ]
     pages += [json.dumps(plan.records()), caplog.text, *capfd.readouterr()]
-    with Tasks(server.url, "secret", create=False) as tasks:
-        pages += [str(candidate.user_attrs) for candidate in tasks.trials()]
-        pages += [status_text(status_of(tasks)), json.dumps(status_json(status_of(tasks)))]
+    with TaskQueue(server.url, "secret", create=False) as queue:
+        pages += [str(trial.user_attrs) for trial in queue.trials()]
+        status = status_of(queue)
+        pages += [status_text(status), json.dumps(status_json(status))]
     assert "claimed: compile" in caplog.text
     assert not any(PASSWORD in page for page in pages)
 
@@ -130,10 +133,10 @@ def test_a_password_is_in_nothing_that_is_written(
 def test_overhead_with_a_thousand_trials(server: Server, tmp_path: Path) -> None:
     """Claim, record and bookkeeping of a task: under 50 ms with 1,000 trials in the study."""
     for where in (f"journal:{tmp_path / 'study.log'}", server.url):
-        with Tasks(where, "many") as tasks:
-            tasks.run(works(1000, 0.0, tmp_path / "log"))
+        with TaskQueue(where, "many") as queue:
+            queue.run(tasks_of(1000, 0.0, tmp_path / "log"))
             start_s = time.perf_counter()
-            tasks.run(works(1050, 0.0, tmp_path / "log"))
+            queue.run(tasks_of(1050, 0.0, tmp_path / "log"))
             each_s = (time.perf_counter() - start_s) / 50
         print(
             f"{where.partition(':')[0]}: {1e3 * each_s:.1f} ms a task with 1,000 trials in the "

@@ -14,8 +14,8 @@ import pytest
 from autoshard.errors import StudyError
 from autoshard.search.study.journal import Journal
 from autoshard.search.study.storage import file_system_of, open_storage, without_password
-from autoshard.search.study.task_queue import Tasks
-from tests.jobs.crew import board_of, evaluations, works
+from autoshard.search.study.task_queue import TaskQueue
+from tests.jobs.crew import claims_of, evaluations, tasks_of
 
 
 @pytest.fixture
@@ -24,8 +24,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def run(path: Path, count: int) -> dict[str, Any]:
-    with Tasks(f"journal:{path}", "s", lease_s=1.0) as tasks:
-        return tasks.run(works(count, 0.0, path.with_suffix(".evaluations")))
+    with TaskQueue(f"journal:{path}", "s", lease_s=1.0) as queue:
+        records = queue.run(tasks_of(count, 0.0, path.with_suffix(".evaluations")))
+    return {str(task_id): record for task_id, record in records.items()}
 
 
 def test_a_record_cut_short_at_the_end_is_skipped_and_the_rest_goes_on(
@@ -34,11 +35,11 @@ def test_a_record_cut_short_at_the_end_is_skipped_and_the_rest_goes_on(
     run(path, 4)
     whole = path.read_bytes()
     path.write_bytes(whole[:-17])  # the last result was being written
-    assert len(board_of(f"journal:{path}").results) == 3
+    assert len(claims_of(f"journal:{path}").results) == 3
     found = run(path, 5)
     assert len(found) == 5
     assert "skipped a broken record" in caplog.text
-    assert len(board_of(f"journal:{path}").results) == 5
+    assert len(claims_of(f"journal:{path}").results) == 5
     assert sorted(evaluations(path.with_suffix(".evaluations"))) == [0, 1, 2, 3, 3, 4]
 
 
@@ -117,8 +118,8 @@ def test_sqlite_on_a_network_file_system_is_refused_with_the_alternative(place: 
 
 def test_sqlite_elsewhere_works(tmp_path: Path) -> None:
     where = f"sqlite:///{tmp_path / 'x.db'}"
-    with Tasks(where, "s") as tasks:
-        assert len(tasks.run(works(3, 0.0, tmp_path / "log"))) == 3
+    with TaskQueue(where, "s") as queue:
+        assert len(queue.run(tasks_of(3, 0.0, tmp_path / "log"))) == 3
     assert (tmp_path / "x.db").stat().st_mode & 0o007 == 0
 
 

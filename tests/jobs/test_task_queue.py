@@ -1,4 +1,4 @@
-"""Tasks on a journal: exact budgets, no duplicates, and what happens to workers while they are at
+"""TaskQueue on a journal: exact budgets, no duplicates, and what happens to workers while they are at
 it."""
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
 from autoshard.search.study.claims import Claims, record_of
 from autoshard.search.study.heartbeat import Heartbeat
+from autoshard.search.study.lease_watch import LEASE_S as LONG_LEASE_S
+from autoshard.search.study.lease_watch import LeaseWatch
 from autoshard.search.study.machine_lock import MachineLock
-from autoshard.search.study.task_queue import DEATHS, Result, Tasks, Work, _Watch
-from autoshard.search.study.task_queue import LEASE_S as LEASE_LONG_S
+from autoshard.search.study.task_id import TaskId, TaskKind
+from autoshard.search.study.task_queue import MAX_DEATHS, Result, Task, TaskQueue
 from tests.jobs.crew import (
     CROWDED_LEASE_S,
     LEASE_S,
-    board_of,
+    claims_of,
+    compile_id,
     crew,
     evaluations,
-    task_of,
+    task_id_of,
+    tasks_of,
     value_of,
     wait_for,
-    works,
 )
 
 
@@ -46,20 +49,21 @@ def log(tmp_path: Path) -> Path:
 
 
 def finish_alone(where: str, count: int, log: Path, what: str = "") -> dict[str, Any]:
-    with Tasks(where, "s", lease_s=LEASE_S) as tasks:
-        return tasks.run(works(count, 0.0, log, what))
+    with TaskQueue(where, "s", lease_s=LEASE_S) as queue:
+        records = queue.run(tasks_of(count, 0.0, log, what))
+    return {str(task_id): record for task_id, record in records.items()}
 
 
 def check_complete(where: str, count: int) -> None:
     """Each task has its result, once; the best is the best; nothing is left running."""
-    candidates = Tasks(where, "s", create=False).trials()
-    done = [t for t in candidates if t.state.is_finished() and t.state != TrialState.FAIL]
-    assert sorted(task_of(t) for t in done) == sorted(f"compile {i}" for i in range(count))
-    for candidate in done:
-        number = record_of(candidate)["number"]
-        assert task_of(candidate) == f"compile {number}"
-        assert candidate.value == value_of(number)
-    assert not Claims.of(candidates).claims
+    trials = TaskQueue(where, "s", create=False).trials()
+    done = [t for t in trials if t.state.is_finished() and t.state != TrialState.FAIL]
+    assert sorted(map(str, map(task_id_of, done))) == sorted(f"compile {i}" for i in range(count))
+    for trial in done:
+        number = record_of(trial)["number"]
+        assert task_id_of(trial) == compile_id(number)
+        assert trial.value == value_of(number)
+    assert not Claims.of(trials).live
 
 
 def test_four_workers_share_a_budget_exactly(where: str, log: Path) -> None:
@@ -85,12 +89,12 @@ def test_a_worker_that_is_killed_loses_nothing_and_its_task_runs_again_once(
         wait_for(lambda: len(evaluations(log)) == 2)  # the first is recorded, the second is running
         worker.send_signal(signal.SIGKILL)
         worker.wait()
-    before = board_of(where)
-    assert list(before.results) == ["compile 0"]
-    assert list(before.claims) == ["compile 1"]  # neither done nor failed meanwhile
+    before = claims_of(where)
+    assert list(before.results) == [compile_id(0)]
+    assert list(before.live) == [compile_id(1)]  # neither done nor failed meanwhile
     finish_alone(where, 3, log)
     assert Counter(evaluations(log)) == {0: 1, 1: 2, 2: 1}
-    assert board_of(where).deaths == {"compile 1": 1}
+    assert claims_of(where).deaths == {compile_id(1): 1}
     check_complete(where, 3)
 
 
@@ -111,7 +115,7 @@ def test_a_worker_that_is_killed_while_measuring_frees_the_machine_and_its_task(
         worker.wait()
     finish_alone(where, 3, log, "measure")
     assert Counter(evaluations(log)) == {0: 1, 1: 2, 2: 1}
-    assert board_of(where).deaths == {"compile 1": 1}
+    assert claims_of(where).deaths == {compile_id(1): 1}
     check_complete(where, 3)
 
 
@@ -127,11 +131,11 @@ def test_a_worker_that_is_killed_while_writing_loses_no_finished_evaluation(
         assert worker.returncode == -signal.SIGKILL
     assert os.path.lexists(f"{where.removeprefix('journal:')}.lock")
     monkeypatch.setattr("autoshard.search.study.journal.LOCK_GRACE_S", 1)
-    before = set(board_of(where).results) if append > 1 else set()
+    before = set(claims_of(where).results) if append > 1 else set()
     finish_alone(where, 2, log)
     counts = Counter(evaluations(log))
     assert set(counts) == {0, 1}
-    assert all(counts[number] == 1 for number in range(2) if f"compile {number}" in before)
+    assert all(counts[number] == 1 for number in range(2) if compile_id(number) in before)
     assert sum(counts.values()) <= 3
     check_complete(where, 2)
 
@@ -149,12 +153,12 @@ def test_a_candidate_that_hangs_on_the_devices_is_rejected_and_ends_its_worker(
 
 
 def test_time_in_which_the_storage_was_away_counts_against_nobody() -> None:
-    watch = _Watch()
-    claim = create_trial(state=TrialState.RUNNING, user_attrs={"beat": 1})
+    watch = LeaseWatch()
+    claim = create_trial(state=TrialState.RUNNING, user_attrs={"heartbeat": 1})
     assert not watch.stale([claim], 100.0)
-    for now_s in range(101, 101 + int(LEASE_LONG_S)):
+    for now_s in range(101, 101 + int(LONG_LEASE_S)):
         assert not watch.stale([claim], float(now_s))
-    assert watch.stale([claim], 102.0 + LEASE_LONG_S) == [claim]
+    assert watch.stale([claim], 102.0 + LONG_LEASE_S) == [claim]
     assert not watch.stale([claim], 1000.0)  # nobody looked for long
     assert not watch.stale([claim], 1001.0)
 
@@ -171,23 +175,23 @@ def test_two_reapers_requeue_an_orphan_once(where: str, log: Path) -> None:
     check_complete(where, 1)
 
 
-def test_a_worker_that_is_preempted_hands_its_task_back(where: str, log: Path) -> None:
+def test_a_worker_that_is_preempted_releases_its_task(where: str, log: Path) -> None:
     with crew(1, where, 2, 30.0, log) as (worker,):
         wait_for(lambda: evaluations(log))
         worker.send_signal(signal.SIGTERM)
         said = worker.communicate(timeout=20)[1]
         assert worker.returncode == 143
-    assert "handed back: candidate 0" in said
-    claims = board_of(where)
-    assert not claims.claims
-    assert not claims.deaths["compile 0"]  # free at once, and nothing is held against it
+    assert "released: candidate 0" in said
+    claims = claims_of(where)
+    assert not claims.live
+    assert not claims.deaths[compile_id(0)]  # free at once, and nothing is held against it
     start_s = time.monotonic()
     finish_alone(where, 2, log)
     assert time.monotonic() - start_s < 30
     check_complete(where, 2)
 
 
-def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(
+def test_a_task_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(
     where: str, log: Path
 ) -> None:
     with crew(1, where, 1, 3 * LEASE_S, log, "busy") as (worker,):
@@ -195,7 +199,7 @@ def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(
         finish_alone(where, 1, log)
         worker.communicate(timeout=60)
     assert evaluations(log) == [0]
-    assert not board_of(where).deaths
+    assert not claims_of(where).deaths
     check_complete(where, 1)
 
 
@@ -203,30 +207,31 @@ def test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim(
 def test_a_late_result_is_dropped_or_recorded(
     taken: bool, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Tasks(where, "s", lease_s=LEASE_S) as slow:
+    task_id = compile_id(0)
+    with TaskQueue(where, "s", lease_s=LEASE_S) as slow:
 
         def run() -> Result:
-            other = Tasks(where, "s", lease_s=LEASE_S)
-            candidate = other.read().claims["t"]
-            assert other._end(candidate._trial_id, "stale")
+            other = TaskQueue(where, "s", lease_s=LEASE_S)
+            claim = other.read().live[task_id]
+            assert other._end(claim._trial_id, "stale")
             if taken:
-                other.run({"t": Work(lambda: Result("other", 1.0), Result, "compile", "t")})
+                other.run({task_id: Task(lambda: Result("other", 1.0), Result, "compile", "t")})
             return Result("slow", 2.0)
 
-        found = slow.run({"t": Work(run, Result, "compile", "t")})
-    assert found == {"t": "other" if taken else "slow"}
+        records = slow.run({task_id: Task(run, Result, "compile", "t")})
+    assert records == {task_id: "other" if taken else "slow"}
     assert ("dropped a late result" in caplog.text) is taken
     assert len([t for t in slow.trials() if t.state == TrialState.COMPLETE]) == 1
 
 
 def test_a_candidate_that_kills_its_workers_is_given_up(where: str, log: Path) -> None:
-    for _ in range(DEATHS):
-        dead = Tasks(where, "s")
-        trial_id = dead._claim("compile 0", "candidate 0")
+    for _ in range(MAX_DEATHS):
+        dead = TaskQueue(where, "s")
+        trial_id = dead._claim(compile_id(0), "candidate 0")
         assert trial_id is not None
-        assert Tasks(where, "s")._end(trial_id, "stale")
+        assert TaskQueue(where, "s")._end(trial_id, "stale")
     found = finish_alone(where, 2, log)
-    assert found["compile 0"]["rejected"] == f"{DEATHS} workers ended while they were at it"
+    assert found["compile 0"]["rejected"] == f"{MAX_DEATHS} workers ended while they were at it"
     assert evaluations(log) == [1]
 
 
@@ -235,12 +240,12 @@ def test_a_candidate_that_kills_its_workers_is_given_up(where: str, log: Path) -
 def test_a_candidate_that_aborts_ends_its_workers_not_the_job(
     what: str, how: signal.Signals, where: str, log: Path
 ) -> None:
-    for _ in range(DEATHS):
+    for _ in range(MAX_DEATHS):
         with crew(1, where, 5, 0.0, log, what) as (worker,):
             worker.communicate(timeout=60)
             assert worker.returncode == -how
     finish_alone(where, 5, log)
-    assert Counter(evaluations(log)) == {0: 1, 1: 1, 2: 1, 3: DEATHS, 4: 1}
+    assert Counter(evaluations(log)) == {0: 1, 1: 1, 2: 1, 3: MAX_DEATHS, 4: 1}
 
 
 def test_no_clock_of_another_host_matters(
@@ -256,8 +261,8 @@ def test_no_clock_of_another_host_matters(
 
 
 def test_a_claim_of_which_the_answer_was_lost_is_made_once(where: str, log: Path) -> None:
-    with Tasks(where, "s", lease_s=LEASE_S) as tasks:
-        make, calls = tasks._storage.create_new_trial, []
+    with TaskQueue(where, "s", lease_s=LEASE_S) as queue:
+        make, calls = queue._storage.create_new_trial, []
 
         def lossy(*arguments: Any) -> int:
             number = make(*arguments)
@@ -266,10 +271,10 @@ def test_a_claim_of_which_the_answer_was_lost_is_made_once(where: str, log: Path
                 raise ConnectionError("the answer was lost")
             return number
 
-        tasks._storage.create_new_trial = lossy  # type: ignore[method-assign]
-        tasks.run(works(1, 0.0, log))
+        queue._storage.create_new_trial = lossy  # type: ignore[method-assign]
+        queue.run(tasks_of(1, 0.0, log))
         assert len(calls) == 2
-        assert not tasks.read().claims
+        assert not queue.read().live
     assert evaluations(log) == [0]
     check_complete(where, 1)
 
@@ -277,13 +282,13 @@ def test_a_claim_of_which_the_answer_was_lost_is_made_once(where: str, log: Path
 def test_a_storage_that_is_away_is_waited_for_and_then_given_up(
     where: str, log: Path, tmp_path: Path
 ) -> None:
-    with Tasks(where, "s", lease_s=LEASE_S, patience_s=1.0) as tasks:
-        tasks.run(works(1, 0.0, log))
+    with TaskQueue(where, "s", lease_s=LEASE_S, patience_s=1.0) as queue:
+        queue.run(tasks_of(1, 0.0, log))
         os.rename(tmp_path / "study.log", tmp_path / "gone.log")
         with pytest.raises(StudyError, match=r"was away for .* What was recorded before is kept"):
-            tasks.run(works(2, 0.0, log))
+            queue.run(tasks_of(2, 0.0, log))
         os.rename(tmp_path / "gone.log", tmp_path / "study.log")
-        tasks.run(works(2, 0.0, log))
+        queue.run(tasks_of(2, 0.0, log))
     check_complete(where, 2)
 
 
@@ -315,7 +320,7 @@ def test_a_storage_that_is_away_for_half_a_minute_costs_nothing(
         said = [worker.communicate(timeout=120)[1] for worker in workers]
     assert any("is away" in text for text in said)
     assert sorted(evaluations(log)) == list(range(12))
-    assert not board_of(where).deaths.total()
+    assert not claims_of(where).deaths.total()
     check_complete(where, 12)
 
 
@@ -330,21 +335,22 @@ def test_sixteen_processes_start_in_the_same_second(where: str, log: Path) -> No
     check_complete(where, 40)
 
 
-def test_decisions_are_those_of_the_first(where: str) -> None:
-    one, two = Tasks(where, "s"), Tasks(where, "s")
-    assert one.decide("order", ["a", "b"]) == ["a", "b"]
-    assert two.decide("order", ["b"]) == ["a", "b"]
-    large = [f"logical axis.{i}->model" for i in range(20_000)]
-    assert two.decide("large", large) == one.decide("large", []) == large
+def test_the_first_value_of_a_name_stays(where: str) -> None:
+    one, two = TaskQueue(where, "s"), TaskQueue(where, "s")
+    short, large = TaskId.choice("compiled", 1, "x"), TaskId(TaskKind.PROPOSE, ("x",))
+    assert one.setdefault(short, ["a", "b"]) == ["a", "b"]
+    assert two.setdefault(short, ["b"]) == ["a", "b"]
+    rules = [f"logical axis.{i}->model" for i in range(20_000)]
+    assert two.setdefault(large, rules) == one.setdefault(large, []) == rules
 
 
 def test_a_worker_waits_for_those_who_can_do_the_rest(where: str, log: Path) -> None:
     with (
         crew(1, where, 2, 0.1, log, "measure"),
-        Tasks(where, "s", needs=("compile",), lease_s=LEASE_S) as tasks,
+        TaskQueue(where, "s", capabilities=("compile",), lease_s=LEASE_S) as queue,
     ):
-        found = tasks.run(works(2, 0.0, log, "measure"))
-    assert {record["by"] for record in found.values()} != {os.getpid()}
+        records = queue.run(tasks_of(2, 0.0, log, "measure"))
+    assert {record["by"] for record in records.values()} != {os.getpid()}
     assert sorted(evaluations(log)) == [0, 1]
 
 
@@ -358,38 +364,39 @@ def test_one_at_a_time_measures_on_a_machine(tmp_path: Path) -> None:
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_beater_ends_with_its_worker_and_is_replaced_when_it_dies(where: str) -> None:
-    Tasks(where, "s")
-    beater = Heartbeat(where, LEASE_S)
-    process = beater._process
+def test_a_heartbeat_ends_with_its_worker_and_is_replaced_when_it_dies(where: str) -> None:
+    TaskQueue(where, "s")
+    heartbeat = Heartbeat(where, LEASE_S)
+    process = heartbeat._process
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=60) == 0
-    beater.beat_for(0)
-    assert beater._process is not process
-    beater.close()
+    heartbeat.keep_alive(0)
+    assert heartbeat._process is not process
+    heartbeat.close()
 
 
 def test_an_unreadable_record_is_named(where: str) -> None:
-    tasks = Tasks(where, "s")
-    tasks.decide("x", 1)
-    candidate = tasks.trials()[0]
-    candidate.user_attrs["record.0"] = '{"a": '
-    with pytest.raises(StudyError, match="no readable record of 'x'"):
-        record_of(candidate)
+    queue = TaskQueue(where, "s")
+    queue.setdefault(compile_id(0), 1)
+    trial = queue.trials()[0]
+    trial.user_attrs["record.0"] = '{"a": '
+    with pytest.raises(StudyError, match="no readable record of 'compile 0'"):
+        record_of(trial)
 
 
 def test_a_study_that_is_not_there_is_named(where: str) -> None:
     with pytest.raises(StudyError, match="no study 'other'"):
-        Tasks(where, "other", create=False)
+        TaskQueue(where, "other", create=False)
 
 
 def test_sixteen_workers_start_in_the_same_second(where: str, log: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     def one(number: int) -> dict[str, Any]:
-        return Tasks(where, "s").run(works(16, 0.0, log))
+        records = TaskQueue(where, "s").run(tasks_of(16, 0.0, log))
+        return {str(task_id): record for task_id, record in records.items()}
 
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(one, range(16)))

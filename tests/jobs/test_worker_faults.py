@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.search.study.task_queue import DEATHS
+from autoshard.search.study.task_id import TaskKind
+from autoshard.search.study.task_queue import MAX_DEATHS
 from autoshard.table.spec_table import SpecTable
-from tests.jobs.crew import ROOT, board_of, wait_for
+from tests.jobs.crew import ROOT, claims_of, wait_for
 from tests.jobs.test_workers import ENVIRONMENT, answer, autoshard, compiled_keys, said
 
 JOB = """
@@ -66,7 +67,7 @@ import os
 
 from autoshard.evaluate import device_runner
 
-real, victim = device_runner.Bench.compile, pathlib.Path("victim")
+real, victim = device_runner.DeviceRunner.compile, pathlib.Path("victim")
 
 
 def compile(self, key, *args):
@@ -77,7 +78,7 @@ def compile(self, key, *args):
     return real(self, key, *args)
 
 
-device_runner.Bench.compile = compile
+device_runner.DeviceRunner.compile = compile
 """
 
 
@@ -92,11 +93,11 @@ def job_in(folder: Path, *, patch: str = "", isolate: bool = False, measured: in
 
 def reasons(folder: Path) -> list[str]:
     """Why candidates were rejected when they were compiled."""
-    claims = board_of(f"journal:{folder / 'study.log'}", "mlp")
+    claims = claims_of(f"journal:{folder / 'study.log'}", "mlp")
     candidates = [
         claims.record(task)["candidates"][0]
         for task in claims.results
-        if task.startswith("compile ")
+        if task.kind is TaskKind.COMPILE
     ]
     return [candidate["reason"] for candidate in candidates if candidate["status"] == "rejected"]
 
@@ -136,9 +137,9 @@ def test_a_candidate_that_ends_its_worker_is_given_up_by_the_next_ones(
 ) -> None:
     folder = job_in(tmp_path / "job", patch=IN_THE_WORKER.format(deed=deed))
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json"))
-    assert words.count("starting it again") == DEATHS
+    assert words.count("starting it again") == MAX_DEATHS
     assert "finished: the best is" in words
-    assert reasons(folder) == [f"{DEATHS} workers ended while they were at it"]
+    assert reasons(folder) == [f"{MAX_DEATHS} workers ended while they were at it"]
     keys = compiled_keys(f"journal:{folder / 'study.log'}")
     assert len(keys) == len(set(keys)) == 3
 
@@ -152,7 +153,7 @@ import time
 
 from autoshard.evaluate import device_runner
 
-real, once = device_runner.Bench._run_and_compare, pathlib.Path("once")
+real, once = device_runner.DeviceRunner._run_and_compare, pathlib.Path("once")
 
 
 def run(self, *args):
@@ -162,21 +163,21 @@ def run(self, *args):
     return real(self, *args)
 
 
-device_runner.Bench._run_and_compare = run
+device_runner.DeviceRunner._run_and_compare = run
 """
     folder = job_in(tmp_path / "job", patch=patch, measured=2)
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json", "--run-timeout", "60"))
     assert words.count("starting it again") == 1
-    claims = board_of(f"journal:{folder / 'study.log'}", "mlp")
+    claims = claims_of(f"journal:{folder / 'study.log'}", "mlp")
     candidates = [
         claims.record(task)["candidates"][0]
         for task in claims.results
-        if task.startswith("verify ")
+        if task.kind is TaskKind.VERIFY
     ]
     assert [t["reason"] for t in candidates if t["status"] == "rejected"] == [
         "running failed: it took longer than 60 s"
     ]
-    assert any(task.startswith("measure ") for task in claims.results)
+    assert any(task.kind is TaskKind.MEASURE for task in claims.results)
 
 
 @pytest.mark.slow
@@ -190,7 +191,7 @@ import time
 
 from autoshard.evaluate import device_runner
 
-real = device_runner.Bench.measure
+real = device_runner.DeviceRunner.measure
 
 
 def measure(self, *args):
@@ -199,7 +200,7 @@ def measure(self, *args):
     return real(self, *args)
 
 
-device_runner.Bench.measure = measure
+device_runner.DeviceRunner.measure = measure
 """
     folder = job_in(tmp_path / "job", patch=patch, measured=2)
     (folder / "slowly").touch()

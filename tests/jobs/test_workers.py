@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from autoshard.search.study.claims import record_of
-from autoshard.search.study.task_queue import Tasks
-from tests.jobs.crew import ROOT, board_of, crew, evaluations, start, task_of, value_of
+from autoshard.search.study.task_id import TaskKind
+from autoshard.search.study.task_queue import TaskQueue
+from tests.jobs.crew import ROOT, claims_of, crew, evaluations, start, task_id_of, value_of
 from tests.jobs.postgres import PASSWORD, Server
 
 JOB = """
@@ -62,11 +63,9 @@ def job_in(folder: Path, storage: str, compiled: int) -> Path:
 
 def compiled_keys(where: str) -> list[str]:
     """The candidates that a study has evaluations of, as often as it has them."""
-    with Tasks(where, "mlp", create=False) as tasks:
-        done = [t for t in tasks.trials() if t.state.name in ("COMPLETE", "PRUNED")]
-        return [
-            key for t in done for rung, _, key in [task_of(t).partition(" ")] if rung == "compile"
-        ]
+    with TaskQueue(where, "mlp", create=False) as queue:
+        done = [t for t in queue.trials() if t.state.name in ("COMPLETE", "PRUNED")]
+    return [task_id_of(t).key for t in done if task_id_of(t).kind is TaskKind.COMPILE]
 
 
 def answer(folder: Path) -> Any:
@@ -123,8 +122,8 @@ def test_finish_measures_once_more_and_writes_the_table(tmp_path: Path) -> None:
     said(autoshard(folder, "worker", *options))
     for _ in range(2):
         said(autoshard(folder, "finish", *options, "--out", "table.json"))
-    with Tasks(f"journal:{folder / 'study.log'}", "mlp", create=False) as tasks:
-        measured = [t for t in tasks.read().results if t.startswith("measure ")]
+    with TaskQueue(f"journal:{folder / 'study.log'}", "mlp", create=False) as queue:
+        measured = [t for t in queue.read().results if t.kind is TaskKind.MEASURE]
     assert len(measured) == 3
     assert answer(folder)[1]
 
@@ -156,8 +155,8 @@ def test_soak(storage: str, tmp_path: Path, request: pytest.FixtureRequest) -> N
     print(f"{storage}: {kills} kills, {len(evaluations(log))} evaluations started")
     assert kills >= 5
     assert ended == [{"tasks": count, "best": 17}] * 4
-    assert len(board_of(where, "soak").results) == count
-    with Tasks(where, "soak", create=False) as tasks:
-        done = [t for t in tasks.trials() if t.state.name in ("COMPLETE", "PRUNED")]
+    assert len(claims_of(where, "soak").results) == count
+    with TaskQueue(where, "soak", create=False) as queue:
+        done = [t for t in queue.trials() if t.state.name in ("COMPLETE", "PRUNED")]
     assert sorted(record_of(t)["number"] for t in done) == list(range(count))
     assert all(t.value == value_of(record_of(t)["number"]) for t in done)

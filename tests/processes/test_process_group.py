@@ -1,4 +1,4 @@
-"""Processes that agree: here they are threads, over a dictionary in the place of jax's coordination
+"""A group of processes: here they are threads, over a dictionary in the place of jax's coordination
 service."""
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def search(
         return list(pool.map(run, range(len(processes))))
 
 
-def step(run: Callable[[], Any]) -> Callable[[ProcessGroup], Any]:
+def operation(run: Callable[[], Any]) -> Callable[[ProcessGroup], Any]:
     def process(joined: ProcessGroup) -> Any:
-        with joined.step(on_devices=True):
-            return joined.together(run)
+        with joined.operation(on_devices=True):
+            return joined.run_on_all(run)
 
     return process
 
@@ -97,7 +97,7 @@ def failing() -> None:
 
 
 def test_all_get_the_values_of_all_in_order() -> None:
-    found = search(*(step(lambda n=number: n) for number in range(4)))  # type: ignore[misc]
+    found = search(*(operation(lambda n=number: n) for number in range(4)))  # type: ignore[misc]
     assert found == [[0, 1, 2, 3]] * 4
 
 
@@ -105,40 +105,40 @@ def test_a_failure_anywhere_is_one_everywhere_and_they_go_on() -> None:
     def process(run: Callable[[], Any]) -> Callable[[ProcessGroup], Any]:
         def work(joined: ProcessGroup) -> Any:
             with pytest.raises(ProcessFailedError, match="on process 1: MemoryError: full"):
-                step(run)(joined)
-            return step(lambda: "fine")(joined)
+                operation(run)(joined)
+            return operation(lambda: "fine")(joined)
 
         return work
 
     assert search(process(lambda: 1), process(failing), process(lambda: 3)) == [["fine"] * 3] * 3
 
 
-def test_one_that_leaves_a_step_makes_the_others_leave_it() -> None:
+def test_one_that_leaves_an_operation_makes_the_others_leave_it() -> None:
     def leave(joined: ProcessGroup) -> Any:
-        with pytest.raises(ValueError, match="odd"), joined.step(on_devices=True):
+        with pytest.raises(ValueError, match="odd"), joined.operation(on_devices=True):
             raise ValueError("odd")
-        return step(lambda: 1)(joined)
+        return operation(lambda: 1)(joined)
 
     def follow(joined: ProcessGroup) -> Any:
         with pytest.raises(LeftError, match="process 0 left: ValueError: odd"):
-            step(lambda: 0)(joined)
-        return step(lambda: 2)(joined)
+            operation(lambda: 0)(joined)
+        return operation(lambda: 2)(joined)
 
     assert search(leave, follow) == [[1, 2], [1, 2]]
 
 
 def test_a_process_that_is_preempted_ends_the_search_and_fails_no_layout() -> None:
     def preempted(joined: ProcessGroup) -> Any:
-        with joined.step(on_devices=True):
+        with joined.operation(on_devices=True):
             raise SystemExit(143)
 
-    leader, _ = search(step(lambda: 0), preempted)
+    leader, _ = search(operation(lambda: 0), preempted)
     assert isinstance(leader, GroupEnded)
     assert "process 1 ended the search (SystemExit: 143)" in str(leader)
 
 
 def test_nobody_is_waited_for_without_a_limit() -> None:
-    found, _ = search(step(lambda: 0), lambda joined: time.sleep(0.5), limit_s=0.1)
+    found, _ = search(operation(lambda: 0), lambda joined: time.sleep(0.5), limit_s=0.1)
     assert isinstance(found, GroupEnded)
     assert "process 1 has not answered for 0.1 s" in str(found)
 
@@ -158,7 +158,7 @@ def test_what_was_read_is_forgotten_and_searches_follow_each_other() -> None:
     store = Memory()
 
     def process(joined: ProcessGroup) -> Any:
-        return [step(lambda: 1)(joined) for _ in range(50)]
+        return [operation(lambda: 1)(joined) for _ in range(50)]
 
     for _ in range(3):
         assert search(process, process, store=store) == [[[1, 1]] * 50] * 2
@@ -184,15 +184,15 @@ def test_one_that_is_stuck_since_another_failed_says_so_and_ends(
 
     def stuck(joined: ProcessGroup) -> Any:
         joined.on_lost = lambda reason, at_fault: lost.extend([reason, at_fault])
-        with joined.step(on_devices=True):
+        with joined.operation(on_devices=True):
             assert ended.wait(20)  # a program on the devices
             return "stuck"
 
     def fails(joined: ProcessGroup) -> Any:
-        with joined.step(on_devices=True):
+        with joined.operation(on_devices=True):
             if not failed:
                 raise SystemExit(143)
-            return joined.together(failing)
+            return joined.run_on_all(failing)
 
     _, other = search(stuck, fails, grace_s=0.2)
     reason, at_fault, code = lost

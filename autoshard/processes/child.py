@@ -1,0 +1,15 @@
+"""Processes that this one keeps beside it: how long they may take to start, and how they are ended."""
+
+from __future__ import annotations
+
+import subprocess
+
+START_LIMIT_S = 120.0
+"""How long a process that keeps Python and jax waiting may take to start: it takes 1 to 2 s from a local disk; a busy
+machine and a network file system are allowed for. Chosen by hand; no test depends on it."""
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, whatever it is doing, and waits until it is gone."""
+    process.kill()
+    process.wait()
