@@ -1,0 +1,282 @@
+"""The signatures of a problem as arrays, and a fit as one small integer per mesh axis.
+
+`placements` describes the arrays that are made of these.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.axes.axis_classes import NO_AXIS
+from autoshard.layout.problem import BoundRule, Fit, Problem, Signature
+from autoshard.layout.spec import Spec
+from autoshard.tracing.program import Eqn, Value
+
+ABSENT = -1
+"""Entry of a mesh axis that splits no dimension."""
+
+OPEN = -2
+"""Entry of a mesh axis that divides no dimension of a logical axis that a rule sends to it (see
+`layout`)."""
+
+Entries = NDArray[np.int8]
+"""Dimensions, `ABSENT` or `OPEN`; one byte each, because a search compares and hashes millions."""
+
+
+class MeshOrders:
+    """The mesh axes with more than one device, and every order in which they may share a dimension.
+
+    Attributes:
+        axes: Names of the mesh axes, in mesh order.
+        sizes: Their sizes.
+        orders: Every order of the mesh axes, as positions in `axes`; the first is mesh order.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.axes = tuple(name for name, size in problem.mesh_axes.items() if size > 1)
+        self.sizes = tuple(problem.mesh_axes[name] for name in self.axes)
+        self.orders = tuple(itertools.permutations(range(len(self.axes))))
+
+    def entries(self, fit: Fit) -> list[int]:
+        """For each mesh axis the dimension that it splits, then the number of an order."""
+        dim_of = {name: dim for dim, axes in enumerate(fit.spec) for name in axes}
+        unsplit = OPEN if fit.open_dims else ABSENT
+        return [*(dim_of.get(name, unsplit) for name in self.axes), self._order_in(fit.spec)]
+
+    def _order_in(self, spec: Spec) -> int:
+        """The first order with the mesh axes of every dimension, major ones first."""
+        if all(len(axes) <= 1 for axes in spec):
+            return 0
+        rank = {name: place for axes in spec for place, name in enumerate(axes)}
+        by_rank = sorted(range(len(self.axes)), key=lambda a: (rank.get(self.axes[a], 0), a))
+        return self.orders.index(tuple(by_rank))
+
+    def order_of(self, rules: Iterable[BoundRule]) -> int | None:
+        """The first order in which all logical axes take the mesh axes; None if there is none."""
+        axes_of: dict[int, list[str]] = {}
+        for rule in rules:
+            axes_of.setdefault(rule.logical_axis, []).append(rule.mesh_axis)
+        before: set[tuple[int, int]] = set()
+        for axes in axes_of.values():
+            if len(axes) > 1:
+                pairs = self._pairs_before(axes)
+                if pairs is None:
+                    return None
+                before |= pairs
+        if not before:
+            return 0
+        for number, order in enumerate(self.orders):
+            if all(order.index(a) < order.index(b) for a, b in before):
+                return number
+        return None
+
+    def _pairs_before(self, axes: Sequence[str]) -> set[tuple[int, int]] | None:
+        """Pairs of mesh axes of which all rules of the first come before those of the second.
+
+        None where the rules of two mesh axes alternate.
+        """
+        pairs = set()
+        for a, b in itertools.combinations(dict.fromkeys(axes), 2):
+            last_of_a = len(axes) - 1 - axes[::-1].index(a)
+            if last_of_a > axes.index(b):
+                return None
+            pairs.add((self.axes.index(a), self.axes.index(b)))
+        return pairs
+
+
+@dataclass(frozen=True, eq=False)
+class _SignatureArrays:
+    """What first-fit looks at. Columns that are no signature have no logical axis.
+
+    Attributes:
+        logical_axes: int64 [columns, dims], logical axis of each dimension or factor, else
+            `NO_AXIS`.
+        sizes: int64 [columns, dims], size of each, 1 beyond the rank.
+        optimizer: bool [columns], True for the optimizer state.
+        disallowed: bool [mesh axes, columns, dims], True where the user keeps a mesh axis from a
+            dimension.
+    """
+
+    logical_axes: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    optimizer: NDArray[np.bool_]
+    disallowed: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, signatures: Sequence[Signature], columns: int, mesh_axes: Sequence[str]
+    ) -> _SignatureArrays:
+        """The arrays of signatures, which are the first of so many columns."""
+        rank = max((len(signature.sizes) for signature in signatures), default=0)
+        arrays = cls(
+            logical_axes=np.full((columns, rank), NO_AXIS, dtype=np.int64),
+            sizes=np.ones((columns, rank), dtype=np.int64),
+            optimizer=np.zeros(columns, dtype=bool),
+            disallowed=np.zeros((len(mesh_axes), columns, rank), dtype=bool),
+        )
+        for column, signature in enumerate(signatures):
+            arrays.logical_axes[column, : len(signature.logical_axes)] = signature.logical_axes
+            arrays.sizes[column, : len(signature.sizes)] = signature.sizes
+            arrays.optimizer[column] = signature.optimizer
+            for dim, names in enumerate(signature.disallowed):
+                for axis, name in enumerate(mesh_axes):
+                    arrays.disallowed[axis, column, dim] = name in names
+        return arrays
+
+
+class SignatureTable:
+    """The columns of a problem, as arrays, and what one axis rule does in all of them at once.
+
+    Attributes:
+        columns: Number of columns: the signatures, the pinned values, and one for everything that
+            has no logical axis.
+        free: bool [columns], True where rules decide: in the signatures.
+        fixed: int8 [mesh axes + 1, columns], the entries of pins (of the order in the last row),
+            and those of nothing elsewhere.
+        tight: int64 [tight columns], columns with a dimension that some mesh axes divide one by
+            one, but not all of those together.
+    """
+
+    def __init__(self, problem: Problem, mesh: MeshOrders) -> None:
+        self._problem = problem
+        self._mesh = mesh
+        signatures = problem.signatures
+        self._column = {signature: i for i, signature in enumerate(signatures)}
+        self._pinned = {value: len(signatures) + i for i, value in enumerate(sorted(problem.pins))}
+        self.columns = len(self._column) + len(self._pinned) + 1
+        self.free = np.arange(self.columns) < len(self._column)
+        self._arrays = _SignatureArrays.of(signatures, self.columns, mesh.axes)
+        self.fixed = self._fixed_entries()
+        self.tight = self._tight_columns()
+        self._having: dict[int, NDArray[np.bool_]] = {}
+        self._fitting: dict[tuple[int, int, bool], Entries] = {}
+
+    def _fixed_entries(self) -> Entries:
+        fixed = np.full((len(self._mesh.axes) + 1, self.columns), ABSENT, dtype=np.int8)
+        fixed[-1] = 0
+        for value, column in self._pinned.items():
+            fixed[:, column] = self._mesh.entries(Fit(self._problem.pins[value], frozenset()))
+        return fixed
+
+    def _tight_columns(self) -> NDArray[np.int64]:
+        sizes = self._arrays.sizes
+        # [columns, dims]: product of the mesh axes that divide the dimension, one by one.
+        together = np.ones_like(sizes)
+        for axis_size in self._mesh.sizes:
+            together *= np.where(sizes % axis_size == 0, axis_size, 1)
+        uneven = (sizes > 1) & (sizes % together != 0)
+        return np.flatnonzero(uneven.any(axis=1) & self.free)
+
+    # Columns --------------------------------------------------------------------------------------
+
+    def of_value(self, value: Value) -> int:
+        """Column of a value."""
+        pinned = self._pinned.get(value.index)
+        if pinned is not None:
+            return pinned
+        return self._column.get(self._problem.value_signature(value), self.columns - 1)
+
+    def of_pin(self, value_index: int) -> int:
+        """Column of a pinned value."""
+        return self._pinned[value_index]
+
+    def of_factors(self, eqn: Eqn) -> int:
+        """Column of an equation's factors."""
+        return self._column.get(self._problem.factor_signature(eqn), self.columns - 1)
+
+    def sizes_of(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[columns, dims] sizes of the dimensions of some columns."""
+        sizes: NDArray[np.int64] = self._arrays.sizes[columns]
+        return sizes
+
+    def split_sizes(self, column: int) -> list[int]:
+        """Sizes of the dimensions (or factors) of a column that rules may split."""
+        arrays = self._arrays
+        splittable = (arrays.logical_axes[column] != NO_AXIS) & (arrays.sizes[column] > 1)
+        return [int(size) for size in arrays.sizes[column][splittable]]
+
+    def alike(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        """Whether rules say the same of two (column, dimension), but for the other dimensions."""
+        arrays = self._arrays
+        return bool(
+            arrays.logical_axes[one] == arrays.logical_axes[other]
+            and arrays.sizes[one] == arrays.sizes[other]
+            and arrays.optimizer[one[0]] == arrays.optimizer[other[0]]
+            and self.free[one[0]] == self.free[other[0]]
+        )
+
+    # Rules ----------------------------------------------------------------------------------------
+
+    def in_scope(self, rule: BoundRule) -> NDArray[np.bool_]:
+        """[columns] True where a rule holds."""
+        scope = self._with_logical_axis(rule.logical_axis)
+        if rule.optimizer:
+            scope = scope & self._arrays.optimizer
+        if rule.needs is not None:
+            scope = scope & self._with_logical_axis(rule.needs)
+        if rule.forbids is not None:
+            scope = scope & ~self._with_logical_axis(rule.forbids)
+        return scope
+
+    def _with_logical_axis(self, logical_axis: int) -> NDArray[np.bool_]:
+        if logical_axis not in self._having:
+            self._having[logical_axis] = (self._arrays.logical_axes == logical_axis).any(axis=1)
+        return self._having[logical_axis]
+
+    def fitting_dims(self, logical_axis: int, axis: int, last: bool) -> Entries:
+        """[columns] the first or last dimension of a logical axis that a mesh axis divides.
+
+        `OPEN` where it divides none of them, `ABSENT` where there is none.
+        """
+        key = (logical_axis, axis, last)
+        if key not in self._fitting:
+            arrays = self._arrays
+            # [columns, dims]: dimensions of the logical axis that the mesh axis may split.
+            own = (arrays.logical_axes == logical_axis) & (arrays.sizes > 1)
+            own &= ~arrays.disallowed[axis]
+            fits = own & (arrays.sizes % self._mesh.sizes[axis] == 0)
+            dims = np.where(own.any(axis=1), OPEN, ABSENT).astype(np.int8)
+            rank = range(arrays.sizes.shape[1])
+            # The one that is written last wins.
+            for dim in rank if last else reversed(rank):
+                dims[fits[:, dim]] = dim
+            self._fitting[key] = dims
+        return self._fitting[key]
+
+    def open_shard_counts(self, axis: int, rows: Entries) -> NDArray[np.int64]:
+        """[rows, columns] shard count that the partitioner gives to what a mesh axis leaves open.
+
+        A dimension that the mesh axis does not divide is cut as far as it goes where another
+        dimension of its logical axis is split: 4 heads on 8 devices in 4, if columns of their
+        projection are split in 8. Alone it stays whole.
+        """
+        arrays, axis_size = self._arrays, self._mesh.sizes[axis]
+        # [columns, dims]: how far each dimension can be cut that the mesh axis does not divide.
+        uneven = (arrays.logical_axes != NO_AXIS) & (arrays.sizes % axis_size != 0)
+        divisor = np.where(uneven, np.gcd(arrays.sizes, axis_size), 1)
+        counts = np.ones(rows.shape, dtype=np.int64)
+        for n in np.flatnonzero((rows == OPEN).any(axis=1)).tolist():
+            split = np.flatnonzero(rows[n] >= 0)
+            split_logical_axes = arrays.logical_axes[split, rows[n, split]]
+            # [columns, dims]: True for dimensions whose logical axis is split in some column.
+            cut = np.isin(arrays.logical_axes, split_logical_axes)
+            counts[n] = np.where(cut, divisor, 1).max(axis=1, initial=1)
+        return np.where(rows == OPEN, counts, 1)
+
+
+def shared_dims(rows: Sequence[Entries], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Where two mesh axes split the same dimension, so that their order counts.
+
+    Args:
+        rows: The entries of each mesh axis.
+        shape: Of each of `rows`, and of the answer.
+    """
+    shared = np.zeros(shape, dtype=bool)
+    for one, other in itertools.combinations(rows, 2):
+        shared |= (one == other) & (one >= 0)
+    return shared
