@@ -106,7 +106,7 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any) -> Any:
         raise AssertionError("run")
 
-    monkeypatch.setattr(infer_rules, "_discovered", run)
+    monkeypatch.setattr(infer_rules, "discovered_rule", run)
 
 
 # Stated by the compiler ---------------------------------------------------------------------------
@@ -399,13 +399,13 @@ def test_a_foreign_function_that_runs() -> None:
 
 def test_equal_equations_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    find = infer_rules._find
+    infer = infer_rules._infer
 
     def counting(eqn: Any) -> Any:
         looked.append(eqn.primitive)
-        return find(eqn)
+        return infer(eqn)
 
-    monkeypatch.setattr(infer_rules, "_find", counting)
+    monkeypatch.setattr(infer_rules, "_infer", counting)
 
     def fn(x: Any, y: Any) -> Any:
         return ELEMENTWISE(ELEMENTWISE(x, x), x), ELEMENTWISE(y, y), MATMUL(x, y)

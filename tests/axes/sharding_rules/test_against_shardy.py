@@ -12,8 +12,8 @@ import pytest
 from rule_cases import CASES, Case
 from rule_check import Application, run
 
-from autoshard.axes.infer_rules import stated_rule
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, known_primitives
+from autoshard.axes.stated_rules import stated_rule
 from autoshard.shardy.op_rules import lowered_ops
 
 _EXACT_WINDOWS = (
