@@ -1,50 +1,178 @@
-"""Operands, results and readers of classes as flat arrays."""
+"""Operands, results and readers of classes as flat arrays, and the specs that equations ask of them.
+
+An equation's factors are split as first-fit says (its *computation sharding*). Each operand is
+wanted split as the factors that run over its dimensions, and each result comes out so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.axes.sharding_rules import ShardingRule
-from autoshard.cost_model.program.applied_constraints import AppliedColumns
-from autoshard.cost_model.program.equation_classes import Operand
-from autoshard.cost_model.step_time.reshard import Array
+from autoshard.cost_model.program.applied_constraints import (
+    AppliedColumns,
+    AppliedConstraints,
+    Array,
+    Assignment,
+    Dims,
+    Index,
+    Mask,
+    Reader,
+    look_up,
+)
+from autoshard.cost_model.step_time.reshard import Specs
 from autoshard.layout.constraints import closed_dims
-from autoshard.layout.placements import Placements
-from autoshard.tracing.program import Eqn
+from autoshard.layout.placements import OPEN, Placements
+from autoshard.layout.problem import Problem
+from autoshard.tracing.program import Value
 
 
-class Reads:
-    """Operands, results or readers as arrays: which value, which work, and the dimension of each
-    loop.
+@dataclass(frozen=True, eq=False, slots=True)
+class Context:
+    """What the tables of one problem have in common.
+
+    Attributes:
+        placements: Where each mesh axis goes, by column.
+        columns: Columns of values and of factors under applied constraints.
+        specs: Numbers of specs.
+        rules: By `Eqn.index`, the sharding rule.
+        max_factors: Most factors that any equation has.
     """
 
-    def __init__(
-        self,
-        placements: Placements,
-        columns: AppliedColumns,
-        rules: Sequence[ShardingRule],
-        items: Sequence[tuple[Eqn, Operand]],
-        max_factors: int,
-    ) -> None:
-        count = len(items)
-        rank = max((len(o.factors) for _, o in items), default=0)
-        self.work = np.array([columns.of_eqn(eqn) for eqn, _ in items], dtype=np.int64)
-        self.value = np.array([columns.of_value(o.value) for _, o in items], dtype=np.int64)
-        self.bytes = np.array([o.value.bytes for _, o in items], dtype=np.int64)
-        self.dim_of_factor = np.full((count, max_factors + 1), -1, dtype=np.int8)
-        self.sizes = np.ones((count, rank + 1), dtype=np.int64)
-        self.closed = np.zeros((count, rank + 1), dtype=bool)
-        for i, (eqn, operand) in enumerate(items):
-            self.closed[
-                i, sorted(closed_dims(eqn.primitive, rules[eqn.index], operand.factors))
-            ] = True
-            for dim in reversed(range(len(operand.factors))):
-                self.dim_of_factor[i, operand.factors[dim]] = dim
-            self.sizes[i, : len(operand.factors)] = operand.value.shape
-        every = int(np.prod(placements.sizes, dtype=np.int64))
-        self.uneven = (self.sizes % every != 0).any(axis=1)
+    placements: Placements
+    columns: AppliedColumns
+    specs: Specs
+    rules: Sequence[ShardingRule]
+    max_factors: int
+
+    @classmethod
+    def of(cls, problem: Problem, placements: Placements, applied: AppliedConstraints) -> Context:
+        """The context of a problem."""
+        rules = problem.logical_axes.classes.rules
+        max_factors = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
+        max_rank = max((len(v.shape) for v in problem.program.values), default=0)
+        columns = AppliedColumns(problem, placements, applied, max_factors)
+        return cls(placements, columns, Specs(placements, max_rank), rules, max_factors)
+
+
+class OperandTable:
+    """Operands, results or readers: which value, and the factors that run over its dimensions.
+
+    Attributes:
+        bytes: [entries] bytes of the whole value.
+    """
+
+    def __init__(self, context: Context, entries: Sequence[tuple[Value, Reader]]) -> None:
+        """Fills the table.
+
+        Args:
+            context: The problem.
+            entries: For each a value, and the equation that reads or computes it.
+        """
+        self._context = context
+        count = len(entries)
+        rank = max((len(reader.factors) for _, reader in entries), default=0)
+        columns = context.columns
+        # [entries]: columns of the equation's factors, and of the value
+        self._factors_column = np.array([columns.of_eqn(r.eqn) for _, r in entries], dtype=np.int64)
+        self._value_column = np.array([columns.of_value(v) for v, _ in entries], dtype=np.int64)
+        self.bytes = np.array([value.bytes for value, _ in entries], dtype=np.int64)
+        # [entries, factors + 1]: dimension over which a factor runs, -1 for none; the last is none
+        self._dim_of_factor = np.full((count, context.max_factors + 1), -1, dtype=np.int8)
+        # [entries, dimensions + 1]: sizes of the dimensions; which stay whole if they are left open
+        self._sizes = np.ones((count, rank + 1), dtype=np.int64)
+        self._closed = np.zeros((count, rank + 1), dtype=bool)
+        for i, (value, (eqn, factors)) in enumerate(entries):
+            closed = closed_dims(eqn.primitive, context.rules[eqn.index], factors)
+            self._closed[i, sorted(closed)] = True
+            self._sizes[i, : len(factors)] = value.shape
+            for dim in reversed(range(len(factors))):  # the first of two dimensions of one factor
+                self._dim_of_factor[i, factors[dim]] = dim
+        devices = int(np.prod(context.placements.sizes, dtype=np.int64))
+        # [entries]: whether some mesh axes do not divide some dimension
+        self._uneven = (self._sizes % devices != 0).any(axis=1)
+
+    def current(self, entry: Array, index: Index) -> Assignment:
+        """The specs of entries' values in layouts, as rows of `Placements`."""
+        return self._context.columns.assignment(index, self._value_column[entry])
+
+    def computation(self, entry: Array, index: Index) -> Assignment:
+        """How the equations of entries are split in layouts: the factor of each mesh axis."""
+        return self._context.columns.assignment(index, self._factors_column[entry])
+
+    def dims_of_factors(self, entry: Array, factors: Dims) -> Dims:
+        """[n, mesh axes] the dimensions over which those factors run that mesh axes split."""
+        dims: Dims = look_up(self._dim_of_factor[entry], np.maximum(factors, -1))
+        return dims
+
+    def operand_spec(
+        self, entry: Array, computation: Assignment, current: Assignment
+    ) -> Assignment:
+        """The specs in which equations read their operands; open factors read them as they are.
+
+        Args:
+            entry: [n] which operand.
+            computation: How the equation is split.
+            current: The spec of the operand.
+        """
+        dims = self.dims_of_factors(entry, computation.dims)
+        spec = Assignment(dims, computation.order)
+        opened = np.flatnonzero((computation.dims == OPEN).any(axis=1))
+        if len(opened):
+            closed = look_up(self._closed[entry[opened]], np.maximum(current.dims[opened], 0))
+            spec = _inherit(spec, current, opened, ~closed)
+        uneven = np.flatnonzero(self._uneven[entry])
+        if len(uneven):
+            dims = spec.dims.copy()
+            dims[uneven] = self._divided(dims[uneven], self._sizes[entry[uneven]])
+            spec = Assignment(dims, spec.order)
+        return spec
+
+    def _divided(self, dims: Dims, sizes: Array) -> Dims:
+        """Without the mesh axes of dimensions that they do not divide together."""
+        shard_counts = np.ones_like(sizes)  # [n, dimensions + 1]
+        for axis, size in enumerate(self._context.placements.sizes):
+            split = np.flatnonzero(dims[:, axis] >= 0)
+            shard_counts[split, dims[split, axis]] *= size
+        uneven = look_up(sizes % shard_counts != 0, np.maximum(dims, 0))
+        return np.where((dims >= 0) & uneven, np.int8(-1), dims)
+
+
+def result_spec(computed: Assignment, stated: Assignment) -> Assignment:
+    """The spec of results after the reshard: dimensions left open keep what the computation gives.
+
+    Args:
+        computed: The spec in which the equation leaves them.
+        stated: Their own spec.
+    """
+    opened = np.flatnonzero((stated.dims == OPEN).any(axis=1))
+    if not len(opened):
+        return stated
+    everywhere = np.ones((len(opened), stated.dims.shape[1]), dtype=bool)
+    return _inherit(stated, computed, opened, everywhere)
+
+
+def _inherit(spec: Assignment, other: Assignment, opened: Array, allowed: Mask) -> Assignment:
+    """A spec in which mesh axes that split nothing split what they do in another one.
+
+    Args:
+        spec: [n, mesh axes] the spec.
+        other: [n, mesh axes] the one that it inherits from.
+        opened: [m] the entries that inherit.
+        allowed: [m, mesh axes] False for mesh axes of the other one that are not inherited.
+    """
+    dims, order = spec.dims.copy(), spec.order.copy()
+    own, others = dims[opened], other.dims[opened]  # [m, mesh axes]
+    # [m, mesh axes]: whether the dimension of the other one is split here already
+    taken = (own[:, :, None] == others[:, None, :]).any(axis=1)
+    inherited = (own < 0) & (others >= 0) & ~taken & allowed
+    dims[opened] = np.where(inherited, others, own)
+    changed = opened[inherited.any(axis=1)]
+    order[changed] = other.order[changed]
+    return Assignment(dims, order)
 
 
 class Ragged:

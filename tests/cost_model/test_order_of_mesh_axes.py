@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.cost_model.step_time.reshard import _shuffled
+from autoshard.cost_model.step_time.reshard import permuted_axes
 
 CASES = {
     "an axis comes before the one that stays": (P("b"), P(("a", "b")), True),
@@ -40,4 +40,4 @@ def test_a_permute_is_priced_exactly_where_xla_sends_one(what: str) -> None:
     )  # fmt: skip
     text = copy.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile().as_text()
     assert ("collective-permute" in text) == shuffled
-    assert bool(_shuffled(canonical(have), canonical(want))) == shuffled
+    assert bool(permuted_axes(canonical(have), canonical(want))) == shuffled
