@@ -59,14 +59,11 @@ def discovered_rule(eqn: Eqn, foreign: bool) -> ShardingRule:
     """
     sample = _sample(eqn, foreign)
     builder = RuleBuilder.of(eqn)
-    taken: set[tuple[str, int, int]] = set()
     for cut in itertools.islice(sample.cuts(), MOST_RUNS):
-        places = {("operand", *place) for place in cut.operands.items()}
-        places |= {("result", *place) for place in cut.results.items()}
-        if places.isdisjoint(taken) and sample.halves_make_whole(cut):
-            taken |= places
+        operands, results = cut.operands.items(), cut.results.items()
+        if builder.is_free(operands, results) and sample.halves_make_whole(cut):
             kind = FactorKind.PASS_THROUGH if cut.results else FactorKind.REDUCTION
-            builder.add_factor(kind, cut.operands.items(), cut.results.items())
+            builder.add_factor(kind, operands, results)
     return builder.build()
 
 

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.axes.kernels import GridDimension, grid_dimensions
+from autoshard.axes.kernels import GridFactor, grid_factors
 from tests.stages import mesh_of, traced
 
-RuleBuilder = list[tuple[int, int, dict[int, int], dict[int, int]]]
+Factors = list[tuple[int, int, dict[int, int], dict[int, int]]]
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
@@ -46,14 +46,14 @@ def call(
     )
 
 
-def factors_of(fn: Any, *args: Any) -> RuleBuilder:
-    """(grid axis, pieces, dimension by operand, dimension by result) of the only kernel."""
+def factors_of(fn: Any, *args: Any) -> Factors:
+    """(grid axis, most shards, dimension by operand, dimension by result) of the only kernel."""
     (eqn,) = (e for e in traced(fn, *args).program.eqns if e.primitive == "pallas_call")
-    return [plain(factor) for factor in grid_dimensions(eqn)]
+    return [plain(factor) for factor in grid_factors(eqn)]
 
 
-def plain(factor: GridDimension) -> tuple[int, int, dict[int, int], dict[int, int]]:
-    return factor.grid_axis, factor.pieces, dict(factor.operands), dict(factor.results)
+def plain(factor: GridFactor) -> tuple[int, int, dict[int, int], dict[int, int]]:
+    return factor.grid_axis, factor.max_shards, dict(factor.operands), dict(factor.results)
 
 
 def double(x: Any, out: Any) -> None:
@@ -133,7 +133,7 @@ def test_an_axis_whose_position_the_kernel_asks_for_is_whole() -> None:
     ],
     ids=["reversed", "rolled", "squared", "skewed"],
 )
-def test_blocks_that_do_not_move_evenly_are_not_cut(index_map: Any, expected: RuleBuilder) -> None:
+def test_blocks_that_do_not_move_evenly_are_not_cut(index_map: Any, expected: Factors) -> None:
     fn = one(index_map, lambda i, j: (i, j))
     assert factors_of(fn, X) == expected
     names = autoshard.apply(fn, (X,), mesh_of(a=2, b=2), []).layout.problem.logical_axes.axes

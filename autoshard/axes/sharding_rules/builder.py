@@ -71,6 +71,12 @@ class RuleBuilder:
         _assign(self._operand_factors, operands, factor)
         _assign(self._result_factors, results, factor)
 
+    def is_free(self, operands: Iterable[Place], results: Iterable[Place]) -> bool:
+        """Whether none of these dimensions has a factor yet."""
+        factors = [self._operand_factors[i][dim] for i, dim in operands]
+        factors += [self._result_factors[i][dim] for i, dim in results]
+        return all(factor == _UNSTATED for factor in factors)
+
     def add_shared_dim(
         self, kind: FactorKind, dim: int, operands: Iterable[int], results: Iterable[int]
     ) -> None:
