@@ -1,5 +1,4 @@
-"""What a device's memory is for at the peak: parameters, gradients, optimizer state, activations,
-other.
+"""What a device's memory is for at the peak: parameters, gradients, optimizer state, activations.
 
 Told from the data flow, never from names. Parameters and optimizer state are the argument leaves of
 these groups, what they become, and what is computed from them alone (casts). A gradient has the
@@ -14,6 +13,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from autoshard.axes.argument_groups import Group
+from autoshard.axes.axis_classes import AxisClasses
 from autoshard.cost_model.hardware.backend import ACCELERATOR, Backend
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.cost_model.memory.liveness import memory_table
@@ -34,39 +34,57 @@ class Purpose(enum.Enum):
     OTHER = "other"
 
 
+_OF_GROUP = {
+    Group.PARAMETER: Purpose.PARAMETERS,
+    Group.OPTIMIZER: Purpose.OPTIMIZER,
+    Group.DATA: Purpose.OTHER,
+}
+
+Dims = tuple[tuple[int, int], ...]
+"""(axis class, size) of the dimensions of a value, sorted: equal whatever their order."""
+
+
 def purposes(problem: Problem) -> tuple[Purpose, ...]:
     """The purpose of each value, by `Value.index`."""
-    program, axes, groups = problem.program, problem.logical_axes.classes, problem.groups
-    of_input = dict(zip((v.index for v in program.body.inputs), groups.of_input, strict=True))
-    data = [v for v in program.body.inputs if of_input[v.index] is Group.DATA]
-    on_data = computed_from(program, data)
-    shapes = {
-        tuple(sorted(zip(axes.of_value[v.index][cut:], v.shape[cut:], strict=True)))
-        for v in program.body.inputs
-        if of_input[v.index] is Group.PARAMETER
-        for cut in range(min(2, len(v.shape)))
-    }
-    outputs = {v.index for v in program.body.outputs}
+    program, groups = problem.program, problem.groups
+    classes = problem.logical_axes.classes
+    group_of = dict(zip(program.body.inputs, groups.of_input, strict=True))
+    data = [value for value, group in group_of.items() if group is Group.DATA]
+    from_data = computed_from(program, data)
+    parameter_dims = _parameter_dims(problem)
+    outputs = set(program.body.outputs)
 
     def purpose(value: Value) -> Purpose:
-        group = of_input.get(value.index)
-        if group is not None:
-            return {Group.PARAMETER: Purpose.PARAMETERS, Group.OPTIMIZER: Purpose.OPTIMIZER}.get(
-                group, Purpose.OTHER
-            )
+        if value in group_of:
+            return _OF_GROUP[group_of[value]]
         if value.index in groups.optimizer_values:
             return Purpose.OPTIMIZER
-        like = (
-            bool(value.shape)
-            and tuple(sorted(zip(axes.of_value[value.index], value.shape, strict=True))) in shapes
-        )
-        if like and (value.index in outputs or value.index not in on_data):
-            return Purpose.PARAMETERS
-        if value.index not in on_data:
-            return Purpose.OTHER
-        return Purpose.GRADIENTS if like else Purpose.ACTIVATIONS
+        like_parameter = bool(value.shape) and _dims(classes, value) in parameter_dims
+        if value.index not in from_data:
+            return Purpose.PARAMETERS if like_parameter else Purpose.OTHER
+        if not like_parameter:
+            return Purpose.ACTIVATIONS
+        return Purpose.PARAMETERS if value in outputs else Purpose.GRADIENTS
 
     return tuple(map(purpose, program.values))
+
+
+def _parameter_dims(problem: Problem) -> set[Dims]:
+    """Dimensions of the parameters, and of one layer of those that may be stacked."""
+    inputs, classes = problem.program.body.inputs, problem.logical_axes.classes
+    parameter_dims = set()
+    for value, group in zip(inputs, problem.groups.of_input, strict=True):
+        if group is Group.PARAMETER and value.shape:
+            parameter_dims.add(_dims(classes, value))
+            if len(value.shape) > 1:
+                parameter_dims.add(_dims(classes, value, first=1))
+    return parameter_dims
+
+
+def _dims(classes: AxisClasses, value: Value, first: int = 0) -> Dims:
+    """The dimensions of a value, from the first on."""
+    axis_classes = classes.of_value[value.index]
+    return tuple(sorted(zip(axis_classes[first:], value.shape[first:], strict=True)))
 
 
 def breakdown(
@@ -80,22 +98,20 @@ def breakdown(
         donated: For each argument leaf, whether it is donated.
         backend: What fuses, and in which order things run.
     """
-    problem = layout.problem
-    if not problem.program.eqns:
+    program = layout.problem.program
+    if not program.eqns:
         return dict.fromkeys(Purpose, 0)
-    predictor = Predictor(problem, hardware, donated, backend)
-    at_peak = predictor.holdings(layout)
-    purpose = purposes(problem)
-    number: dict[tuple[Purpose, float], int] = {}
-    columns = [
-        number.setdefault((purpose[v.index], at_peak.share[v.index]), len(number))
-        for v in problem.program.values
-    ]
-    table = memory_table(problem.program, donated, len(number), lambda v: columns[v.index], backend)
-    found = dict.fromkeys(Purpose, 0.0)
-    for ((what, share), _), held in zip(
-        number.items(), table.alive_bytes[at_peak.point].tolist(), strict=True
-    ):
-        found[what] += held * share
-    found[Purpose.OTHER] += at_peak.beside_bytes
-    return {what: round(held) for what, held in found.items()}
+    predictor = Predictor(layout.problem, hardware, donated, backend)
+    at_peak = predictor.at_peak(layout)
+    # A memory table of its own, with one column for each purpose and share.
+    by_value = zip(purposes(layout.problem), at_peak.share.tolist(), strict=True)
+    numbers: dict[tuple[Purpose, float], int] = {}
+    column_of = [numbers.setdefault(column, len(numbers)) for column in by_value]
+    table = memory_table(program, donated, len(numbers), lambda v: column_of[v.index], backend)
+
+    by_purpose = dict.fromkeys(Purpose, 0.0)
+    alive_bytes = table.alive_bytes[at_peak.point].tolist()  # [columns]
+    for (purpose, share), whole in zip(numbers, alive_bytes, strict=True):
+        by_purpose[purpose] += whole * share
+    by_purpose[Purpose.OTHER] += at_peak.temporary_bytes
+    return {purpose: round(count) for purpose, count in by_purpose.items()}

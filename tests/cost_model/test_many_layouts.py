@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cost_model.hardware.hardware import Hardware, Link, h100
-from autoshard.cost_model.memory.peak_memory import _vertices
+from autoshard.cost_model.memory.peak_memory import _possible_maxima
 from autoshard.cost_model.predict import Predictor
 from autoshard.layout.axis_rule import AxisRule, Occurrence, Scope
 from autoshard.layout.layout import Layout
@@ -76,7 +76,8 @@ def test_points_of_like_layers_are_dropped_and_the_peak_stays(
     problem, donated = made.problem, made.traced.call.donated
     pruned = Predictor(problem, h100, donated)
     monkeypatch.setattr(
-        "autoshard.cost_model.memory.peak_memory._vertices", lambda rows, work: np.arange(len(rows))
+        "autoshard.cost_model.memory.peak_memory._possible_maxima",
+        lambda rows, eqn_class: np.arange(len(rows)),
     )
     whole = Predictor(problem, h100, donated)
     assert pruned.points < 0.7 * whole.points
@@ -95,7 +96,7 @@ def test_a_dropped_row_is_never_the_only_maximum(
 ) -> None:
     table = np.array(rows, dtype=np.float64)
     work = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows))))
-    kept = _vertices(table, work)
+    kept = _possible_maxima(table, work)
     weights = np.array(data.draw(st.lists(st.floats(0, 1), min_size=3, max_size=3)))
     assert (table[kept] @ weights).max() >= (table @ weights).max() - 1e-9
 
