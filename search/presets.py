@@ -1,4 +1,4 @@
-"""Presets: the layouts experts use, as short rule lists over the *discovered* axis classes.
+"""Presets: the layouts experts use, as short rule lists over the *discovered* logical axes.
 
 Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has;
 the residual axis is the parameter axis that most parameter bytes have (FSDP's usual choice); the
@@ -6,13 +6,20 @@ inner axes (heads, mlp, vocabulary) are the other parameter axes, picked greedil
 parameter is covered (Megatron's pairing: column split, then row split, because both weights share
 the inner axis). In a network of one block the hidden axis is the one that most bytes have; of the
 two readings the one whose tensor parallelism sends fewer bytes is taken.
+
+References:
+    zero1, fsdp: Rajbhandari et al. (2020), ZeRO, stages 1 and 3.
+    tp: Shoeybi et al. (2019), Megatron-LM, section 3.
+    tp+sequence: Korthikanti et al. (2022), Reducing Activation Recomputation, section 4.2.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+import enum
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS
@@ -20,12 +27,16 @@ from autoshard.axes.sharding_rules import FactorKind
 from autoshard.evidence.candidate import Skipped
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Scope
 from autoshard.layout.problem import Problem
+from autoshard.search.axis_bytes import activation_bytes
 from autoshard.tracing.program import Value
 
-ORDER = ("replicated", "dp", "zero1", "fsdp", "tp", "fsdp+tp", "tp+sequence")
 LARGE = 0.01
-"""Tensor parallelism splits weights that hold at least this share of all parameter bytes (so no
-norm scales)."""
+"""Tensor parallelism splits weights that hold at least this share of all parameter bytes.
+
+Chosen by hand, to leave scales of norms whole: without it (0)
+`test_megatron_pairs_column_and_row_splits` fails, with 0.3 no weight of a small decoder is left."""
+
+Rules = tuple[AxisRule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +44,12 @@ class Preset:
     """A named rule list."""
 
     name: str
-    rules: tuple[AxisRule, ...]
+    rules: Rules
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Logical axes by what experts would call them; names of roles.
+    """Names of logical axes by what experts would call them.
 
     Attributes:
         batch: Brought by the data, in no parameter.
@@ -57,128 +68,313 @@ class Parts:
     sequence: str | None
 
 
-class _Facts:
-    """Counts that the choice of logical axes rests on."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        program, groups = problem.program, problem.groups
-        self.parameters = [
-            v
-            for v, g in zip(program.body.inputs, groups.of_input, strict=True)
-            if g is Group.PARAMETER
-        ]
-        self.data = [
-            v for v, g in zip(program.body.inputs, groups.of_input, strict=True) if g is Group.DATA
-        ]
-        self.activation_bytes: dict[int, float] = defaultdict(float)
-        self.batched: dict[int, int] = defaultdict(int)
-        for eqn, trip_count in program.walk():
-            for value in eqn.outputs:
-                for logical_axis in set(self.logical_axes(value)):
-                    self.activation_bytes[logical_axis] += trip_count * value.bytes
-            if eqn.primitive == "dot_general":
-                rule = problem.logical_axes.classes.rules[eqn.index]
-                for i, (logical_axis, _) in enumerate(problem.logical_axes.factors(eqn)):
-                    in_both = i in rule.operands[0] and i in rule.operands[1]
-                    if rule.kinds[i] is FactorKind.PASS_THROUGH and in_both:
-                        self.batched[logical_axis] += 1
-
-    def logical_axes(self, value: Value) -> tuple[int, ...]:
-        """Logical axes of a value that rules may use: not scanned ones."""
-        return tuple(
-            r for r in self.problem.logical_axes.of_value[value.index]
-            if r != NO_AXIS and not self.problem.logical_axes.axes[r].scanned
-        )  # fmt: skip
-
-    def fits(self, logical_axis: int, sizes: Iterable[int]) -> bool:
-        """True if some size of the logical axis is divided by some of the mesh axes."""
-        return any(
-            size % axis == 0
-            for size in self.problem.logical_axes.axes[logical_axis].sizes
-            for axis in sizes
-        )
+# Logical axes by what experts would call them -----------------------------------------------------
 
 
 def find_parts(problem: Problem) -> Parts:
     """Finds what experts would call batch, residual, inner and sequence axes."""
-    facts = _Facts(problem)
-    names = [logical_axis.name for logical_axis in problem.logical_axes.axes]
-    sizes = [size for size in problem.mesh_axes.values() if size > 1]
-    in_parameters = {r for v in facts.parameters for r in facts.logical_axes(v)}
+    usage = _Usage(problem)
+    of_parameters = [axis for axis in usage.of_parameters if usage.is_divided(axis)]
+    residual = _cover(usage, of_parameters, usage.parameters)
+    not_residual = [axis for axis in of_parameters if axis not in residual[:1]]
+    # Heads come before the head size: splitting them needs no collective inside attention.
+    inner = _cover(usage, not_residual, usage.large_parameters, prefer=usage.batched)
+    paired = _cover(usage, of_parameters, usage.large_parameters, prefer=usage.batched)
+    batch = _batch(usage)
+    sequence = _sequence(usage, batch)
+    return Parts(
+        batch=None if batch is None else usage.name(batch),
+        residual=tuple(map(usage.name, residual)),
+        inner=tuple(map(usage.name, inner)),
+        paired=tuple(map(usage.name, paired)),
+        sequence=None if sequence is None else usage.name(sequence),
+    )
 
-    def leftmost(logical_axis: int) -> int:
-        return min(
-            (
-                facts.logical_axes(v).index(logical_axis)
-                for v in facts.data
-                if logical_axis in facts.logical_axes(v)
-            ),
-            default=9,
+
+class _Usage:
+    """Where the logical axes of a problem are used; scanned ones are left out, no rule splits them.
+
+    Attributes:
+        parameters: Argument leaves that are parameters.
+        data: Argument leaves that are data.
+        activation_bytes: By logical axis, bytes of all results that have it.
+        batched: By logical axis, how many contractions have it as a batch factor.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._logical_axes = problem.logical_axes
+        self._mesh_sizes = [size for size in problem.mesh_axes.values() if size > 1]
+        leaves = list(zip(problem.program.body.inputs, problem.groups.of_input, strict=True))
+        self.parameters = [leaf for leaf, group in leaves if group is Group.PARAMETER]
+        self.data = [leaf for leaf, group in leaves if group is Group.DATA]
+        self.activation_bytes = activation_bytes(problem)
+        self.batched = _batched(problem)
+
+    def of(self, value: Value) -> tuple[int, ...]:
+        """Logical axes of a value that rules may use."""
+        return tuple(
+            axis for axis in self._logical_axes.of_value[value.index] if self._is_usable(axis)
         )
 
-    brought = {r for v in facts.data for r in facts.logical_axes(v)} - in_parameters
-    ranked = sorted(
-        (r for r in brought if facts.fits(r, sizes)),
-        key=lambda r: (leftmost(r), -facts.activation_bytes[r], r),
-    )
-    batch = ranked[0] if ranked else None
-    others = {
-        r
-        for r in facts.activation_bytes
-        if r not in in_parameters and r != batch and facts.fits(r, sizes)
-    }
-    sequence = max(
-        (r for r in others if r in brought or len(problem.logical_axes.axes[r].classes) == 1),
-        key=lambda r: (facts.activation_bytes[r], -r),
+    def _is_usable(self, logical_axis: int) -> bool:
+        return logical_axis != NO_AXIS and not self._logical_axes.axes[logical_axis].scanned
+
+    @cached_property
+    def of_parameters(self) -> set[int]:
+        """Logical axes that some parameter has."""
+        return {axis for value in self.parameters for axis in self.of(value)}
+
+    @cached_property
+    def of_data(self) -> set[int]:
+        """Logical axes that some data argument has."""
+        return {axis for value in self.data for axis in self.of(value)}
+
+    @property
+    def of_activations(self) -> set[int]:
+        """Logical axes that some result has."""
+        return {axis for axis in self.activation_bytes if self._is_usable(axis)}
+
+    @property
+    def large_parameters(self) -> list[Value]:
+        """Those worth splitting in tensor parallelism: no scales of a norm."""
+        total_bytes = sum(value.bytes for value in self.parameters)
+        return [value for value in self.parameters if value.bytes >= LARGE * total_bytes]
+
+    def is_divided(self, logical_axis: int) -> bool:
+        """True if some mesh axis divides some size of the logical axis."""
+        for size in self._logical_axes.axes[logical_axis].sizes:
+            if any(size % axis_size == 0 for axis_size in self._mesh_sizes):
+                return True
+        return False
+
+    def has_one_class(self, logical_axis: int) -> bool:
+        """True if all dimensions of the logical axis are one, not alike ones of several layers."""
+        return len(self._logical_axes.axes[logical_axis].classes) == 1
+
+    def name(self, logical_axis: int) -> str:
+        """Name of a logical axis."""
+        return self._logical_axes.axes[logical_axis].name
+
+
+def _batched(problem: Problem) -> Counter[int]:
+    """By logical axis, how many contractions have it as a batch factor."""
+    batched: Counter[int] = Counter()
+    for eqn, _ in problem.program.walk():
+        if eqn.primitive != "dot_general":
+            continue
+        rule = problem.logical_axes.classes.rules[eqn.index]
+        left, right = rule.operands
+        for factor, (logical_axis, _) in enumerate(problem.logical_axes.factors(eqn)):
+            passes = rule.kinds[factor] is FactorKind.PASS_THROUGH
+            batched[logical_axis] += passes and factor in left and factor in right
+    return batched
+
+
+def _batch(usage: _Usage) -> int | None:
+    """The axis that comes first in the data, of those that no parameter has."""
+    candidates = [axis for axis in usage.of_data - usage.of_parameters if usage.is_divided(axis)]
+
+    def rank(axis: int) -> tuple[int, int, int]:
+        dims = [usage.of(value).index(axis) for value in usage.data if axis in usage.of(value)]
+        return min(dims), -usage.activation_bytes[axis], axis
+
+    return min(candidates, key=rank, default=None)
+
+
+def _sequence(usage: _Usage, batch: int | None) -> int | None:
+    """The axis that most activations have, of those that neither a parameter nor the batch is."""
+    candidates = (usage.of_activations | usage.of_data) - usage.of_parameters - {batch}
+
+    def is_sequence(axis: int) -> bool:
+        # What no data bring must at least be one dimension: alike ones of several layers are not
+        # a sequence that goes through the network.
+        return usage.is_divided(axis) and (axis in usage.of_data or usage.has_one_class(axis))
+
+    return max(
+        filter(is_sequence, candidates),
+        key=lambda axis: (usage.activation_bytes[axis], -axis),
         default=None,
     )
-    cover = _cover(
-        facts,
-        [r for r in in_parameters if facts.fits(r, sizes)],
-        facts.parameters,
-        prefer_batched=False,
-    )
-    rest = [r for r in in_parameters if facts.fits(r, sizes) and r not in cover[:1]]
-    total = sum(v.bytes for v in facts.parameters)
-    large = [v for v in facts.parameters if v.bytes >= LARGE * total]
-    inner = _cover(facts, rest, large, prefer_batched=True)
-    paired = _cover(
-        facts, [r for r in in_parameters if facts.fits(r, sizes)], large, prefer_batched=True
-    )
-    return Parts(
-        batch=None if batch is None else names[batch],
-        residual=tuple(names[r] for r in cover),
-        inner=tuple(names[r] for r in inner),
-        paired=tuple(names[r] for r in paired),
-        sequence=None if sequence is None else names[sequence],
-    )
+
+
+_NO_PREFERENCE: Mapping[int, int] = {}
 
 
 def _cover(
-    facts: _Facts, logical_axes: list[int], values: list[Value], *, prefer_batched: bool
+    usage: _Usage,
+    logical_axes: Collection[int],
+    values: Iterable[Value],
+    prefer: Mapping[int, int] = _NO_PREFERENCE,
 ) -> list[int]:
-    """Logical axes picked greedily until every value that can be covered is, by bytes still uncovered.
+    """Logical axes picked greedily until every value that can be covered has one.
 
-    Logical axes that are batch loops of contractions (heads) come before equal ones (head size) if asked:
-    splitting them needs no collective inside attention.
+    The one with most bytes still uncovered is next.
+
+    Args:
+        usage: Of the problem.
+        logical_axes: To pick from.
+        values: To cover.
+        prefer: Decides between logical axes that cover as many bytes; the larger is first.
     """
-    left = [v for v in values if v.shape]
-    chosen: list[int] = []
+    uncovered = [value for value in values if value.shape]
+    cover: list[int] = []
     while True:
-        gain: dict[int, int] = defaultdict(int)
-        for value in left:
-            for logical_axis in set(facts.logical_axes(value)) & set(logical_axes):
-                gain[logical_axis] += value.bytes
-        if not gain:
-            return chosen
-        best = max(gain, key=lambda r: (gain[r], facts.batched[r] if prefer_batched else 0, -r))
-        chosen.append(best)
-        left = [v for v in left if best not in facts.logical_axes(v)]
+        gain_bytes: Counter[int] = Counter()
+        for value in uncovered:
+            for axis in set(usage.of(value)) & set(logical_axes):
+                gain_bytes[axis] += value.bytes
+        if not gain_bytes:
+            return cover
+        best = max(gain_bytes, key=lambda axis: (gain_bytes[axis], prefer.get(axis, 0), -axis))
+        cover.append(best)
+        uncovered = [value for value in uncovered if best not in usage.of(value)]
+
+
+# Presets ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What the recipes are written in.
+
+    Attributes:
+        parts: Logical axes by what experts would call them.
+        axes: Mesh axes with more than one device; the last is that of tensor parallelism.
+        inner: Logical axes that tensor parallelism splits.
+        has_optimizer: True if some argument is optimizer state.
+    """
+
+    parts: Parts
+    axes: tuple[str, ...]
+    inner: tuple[str, ...]
+    has_optimizer: bool
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The mesh axis of tensor parallelism."""
+        return self.axes[-1:]
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes beside tensor parallelism; the one there is where there is one only."""
+        return self.axes[:-1] or self.axes
+
+    def batch(self, over: Sequence[str]) -> Rules:
+        """The batch over mesh axes, where there is one."""
+        return _rules(() if self.parts.batch is None else (self.parts.batch,), over)
+
+    def tensor_parallel(self, inner: Sequence[str]) -> Rules:
+        """Inner axes over the last mesh axis, the batch over the others."""
+        batch = self.batch(self.data_axes) if len(self.axes) > 1 else ()
+        return batch + _rules(inner, self.model_axes)
+
+
+def _rules(logical_axes: Iterable[str], over: Sequence[str], where: Scope = EVERYWHERE) -> Rules:
+    """Each logical axis over all of some mesh axes."""
+    return tuple(
+        AxisRule(logical_axis, axis, where=where) for logical_axis in logical_axes for axis in over
+    )
+
+
+def _replicated(setting: _Setting) -> Rules:
+    """Every device has everything."""
+    return ()
+
+
+def _data_parallel(setting: _Setting) -> Rules:
+    """The batch over all devices."""
+    return setting.batch(setting.axes)
+
+
+def _zero1(setting: _Setting) -> Rules:
+    """Data parallelism, and optimizer state over all devices."""
+    optimizer = _rules(setting.parts.residual, setting.axes, OPTIMIZER)
+    return _data_parallel(setting) + optimizer
+
+
+def _fsdp(setting: _Setting) -> Rules:
+    """The batch and the parameters over all devices."""
+    return _data_parallel(setting) + _rules(setting.parts.residual, setting.axes)
+
+
+def _tp(setting: _Setting) -> Rules:
+    """Tensor parallelism over one mesh axis, data parallelism over the others."""
+    return setting.tensor_parallel(setting.inner)
+
+
+def _fsdp_tp(setting: _Setting) -> Rules:
+    """Tensor parallelism over one mesh axis, FSDP over the others."""
+    residual = setting.parts.residual
+    left = tuple(axis for axis in residual if axis not in setting.inner) or residual
+    return (
+        setting.batch(setting.data_axes)
+        + _rules(setting.inner, setting.model_axes)
+        + _rules(left, setting.data_axes)
+    )
+
+
+def _tp_sequence(setting: _Setting) -> Rules:
+    """Tensor parallelism; what has no inner axis has the sequence over the same mesh axis."""
+    return setting.tensor_parallel((*setting.inner, str(setting.parts.sequence)))
+
+
+class _Need(enum.Enum):
+    """What a preset needs; the value is the reason for which it is skipped without."""
+
+    MESH = "no mesh axis has more than one device"
+    BATCH = "no axis comes with the data alone (no batch) that a mesh axis divides"
+    PARAMETERS = "no parameter has a dimension that a mesh axis divides"
+    INNER = "no large parameter has a dimension that a mesh axis divides"
+    OPTIMIZER = "no argument is optimizer state"
+    SEQUENCE = "activations have no further axis that no parameter has"
+    SECOND_AXIS = "it needs two mesh axes"
+
+
+def _missing(setting: _Setting) -> set[_Need]:
+    parts = setting.parts
+    present: dict[_Need, object] = {
+        _Need.MESH: setting.axes,
+        _Need.BATCH: parts.batch,
+        _Need.PARAMETERS: parts.residual,
+        _Need.INNER: setting.inner,
+        _Need.OPTIMIZER: setting.has_optimizer,
+        _Need.SEQUENCE: parts.sequence,
+        _Need.SECOND_AXIS: len(setting.axes) > 1,
+    }
+    return {need for need, there in present.items() if not there}
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """A preset for any problem.
+
+    Attributes:
+        name: Of the preset.
+        rules: Its rules.
+        needs: Without one of these it makes no sense; the first that is missing is the reason.
+    """
+
+    name: str
+    rules: Callable[[_Setting], Rules]
+    needs: tuple[_Need, ...] = ()
+
+
+_RECIPES = (
+    _Recipe("replicated", _replicated),
+    _Recipe("dp", _data_parallel, (_Need.MESH, _Need.BATCH)),
+    _Recipe("zero1", _zero1, (_Need.MESH, _Need.BATCH, _Need.OPTIMIZER, _Need.PARAMETERS)),
+    _Recipe("fsdp", _fsdp, (_Need.MESH, _Need.PARAMETERS)),
+    _Recipe("tp", _tp, (_Need.MESH, _Need.INNER)),
+    _Recipe("fsdp+tp", _fsdp_tp, (_Need.MESH, _Need.SECOND_AXIS, _Need.INNER, _Need.PARAMETERS)),
+    _Recipe("tp+sequence", _tp_sequence, (_Need.MESH, _Need.INNER, _Need.SEQUENCE)),
+)
+
+ORDER = tuple(recipe.name for recipe in _RECIPES)
+"""Names of all presets."""
 
 
 def presets(
-    problem: Problem, sent_bytes: Callable[[tuple[AxisRule, ...]], int], parts: Parts | None = None
+    problem: Problem, sent_bytes: Callable[[Rules], int], parts: Parts | None = None
 ) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
     """The presets that make sense for a problem, and those that do not, with the reason.
 
@@ -186,73 +382,28 @@ def presets(
         problem: The problem.
         sent_bytes: Predicted collective bytes of a rule list; decides which axes tensor parallelism
             splits.
-        parts: From `find_parts`, if they are known.
+        parts: From `find_parts`, where the caller has them.
     """
-    parts = parts or find_parts(problem)
-    axes = [name for name, size in problem.mesh_axes.items() if size > 1]
-    model = axes[-1:] if axes else []
-    data = axes[:-1] or axes
-    made: list[Preset] = [Preset("replicated", ())]
+    setting = _setting_of(problem, sent_bytes, parts or find_parts(problem))
+    missing = _missing(setting)
+    named: list[Preset] = []
     skipped: list[Skipped] = []
-
-    def rules(
-        logical_axes: Iterable[str], over: Iterable[str], where: Scope = EVERYWHERE
-    ) -> tuple[AxisRule, ...]:
-        over = tuple(over)
-        return tuple(
-            AxisRule(logical_axis, axis, where=where)
-            for logical_axis in logical_axes
-            for axis in over
-        )
-
-    def batch(over: Iterable[str]) -> tuple[AxisRule, ...]:
-        return rules([] if parts.batch is None else [parts.batch], over)
-
-    def tensor_parallel(logical_axes: tuple[str, ...]) -> tuple[AxisRule, ...]:
-        return (batch(data) if len(axes) > 1 else ()) + rules(logical_axes, model)
-
-    readings = [logical_axes for logical_axes in (parts.inner, parts.paired) if logical_axes]
-    inner = min(
-        readings, key=lambda logical_axes: sent_bytes(tensor_parallel(logical_axes)), default=()
-    )
-    residual = tuple(r for r in parts.residual if r not in inner) or parts.residual
-    has_optimizer = Group.OPTIMIZER in problem.groups.of_input
-    no_mesh = "no mesh axis has more than one device" if not axes else ""
-    no_batch = (
-        ""
-        if parts.batch
-        else "no axis comes with the data alone (no batch) that a mesh axis divides"
-    )
-    no_parameters = (
-        "" if parts.residual else "no parameter has a dimension that a mesh axis divides"
-    )
-    no_inner = "" if inner else "no large parameter has a dimension that a mesh axis divides"
-    no_optimizer = "" if has_optimizer else "no argument is optimizer state"
-    no_sequence = "" if parts.sequence else "activations have no further axis that no parameter has"
-    no_second = "" if len(axes) > 1 else "it needs two mesh axes"
-    recipes: Mapping[str, tuple[str, Callable[[], tuple[AxisRule, ...]]]] = {
-        "dp": (no_mesh or no_batch, lambda: batch(axes)),
-        "zero1": (
-            no_mesh or no_batch or no_optimizer or no_parameters,
-            lambda: batch(axes) + rules(parts.residual, axes, OPTIMIZER),
-        ),
-        "fsdp": (no_mesh or no_parameters, lambda: batch(axes) + rules(parts.residual, axes)),
-        "tp": (
-            no_mesh or no_inner,
-            lambda: tensor_parallel(inner),
-        ),
-        "fsdp+tp": (
-            no_mesh or no_second or no_inner or no_parameters,
-            lambda: batch(data) + rules(inner, model) + rules(residual, data),
-        ),
-        "tp+sequence": (
-            no_mesh or no_inner or no_sequence,
-            lambda: tensor_parallel((*inner, str(parts.sequence))),
-        ),
-    }
-    for name, (why_not, recipe) in recipes.items():
-        if why_not:
-            skipped.append(Skipped(name, why_not))
+    for recipe in _RECIPES:
+        reasons = [need.value for need in recipe.needs if need in missing]
+        if reasons:
+            skipped.append(Skipped(recipe.name, reasons[0]))
         else:
-            made.append(Preset(name, recipe()))
-    return tuple(made), tuple(skipped)
+            named.append(Preset(recipe.name, recipe.rules(setting)))
+    return tuple(named), tuple(skipped)
+
+
+def _setting_of(problem: Problem, sent_bytes: Callable[[Rules], int], parts: Parts) -> _Setting:
+    axes = tuple(name for name, size in problem.mesh_axes.items() if size > 1)
+    has_optimizer = Group.OPTIMIZER in problem.groups.of_input
+    readings = [reading for reading in (parts.inner, parts.paired) if reading]
+    settings = [_Setting(parts, axes, inner, has_optimizer) for inner in readings]
+    return min(
+        settings,
+        key=lambda setting: sent_bytes(_tp(setting)),
+        default=_Setting(parts, axes, (), has_optimizer),
+    )

@@ -203,7 +203,7 @@ class Placements:
 
     def _row_of_rules(self, axis: int, rules: Sequence[BoundRule]) -> Entries:
         """[columns] first-fit of the rules of one mesh axis, as if it were alone."""
-        row = self._table.fixed[axis].copy()
+        row: Entries = self._table.fixed[axis].copy()
         # [columns]: True where no rule has placed the mesh axis yet; True where one did not fit.
         undecided = self._table.free.copy()
         misfit = np.zeros(self.columns, dtype=bool)

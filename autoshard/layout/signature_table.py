@@ -269,7 +269,7 @@ class SignatureTable:
         return np.where(rows == OPEN, counts, 1)
 
 
-def shared_dims(rows: Sequence[Entries], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def shared_dims(rows: Iterable[Entries], shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Where two mesh axes split the same dimension, so that their order counts.
 
     Args:
