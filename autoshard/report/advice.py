@@ -47,8 +47,8 @@ what the predictor cannot tell apart. Chosen by hand; tests/report/test_advice.p
 
 LANES = 128
 """Large dimensions are padded to a multiple of this: the side of a TPU's matrix unit (v2 to v5;
-Jouppi et al. 2020, A Domain-Specific Supercomputer for Training) and a multiple of what tensor cores
-take. Without it the test that pads 5003 to 5120 fails."""
+Jouppi et al. 2020, A Domain-Specific Supercomputer for Training), and a multiple of what tensor
+cores take. Without it the test that pads 5003 to 5120 fails."""
 
 LARGE = 1024
 """From which size on a dimension is padded to `LANES`, smaller ones to the number of devices: there

@@ -1,32 +1,37 @@
-"""The fewest annotations: which of a plan's constraints are needed for the partitioner to do what
-the plan does.
+"""The fewest annotations: which of a plan's constraints the partitioner needs to do what the plan
+does.
 
 Most constraints of a plan repeat what the partitioner would propagate anyway. They are dropped as
 far as Shardy's own passes (tens of milliseconds a try) then still give the same shardings of
 arguments and results and the same collectives; the compiled program confirms it. What is left is
-said in the words of the source (`statements`), so that a team can paste a few lines instead of
+expressed in the source (`source_constraints`), so that a team can paste a few lines instead of
 running the tool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
+
+from jax.sharding import PartitionSpec
 
 from autoshard.compiler.compile import Compiled, CompilerOptions, build, compile_built
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
-from autoshard.report.source_constraints import Statement, as_constraints, statements_for
-from autoshard.report.source_expressions import Site, constraint_text, patch
+from autoshard.report.source_constraints import (
+    SourceConstraint,
+    as_constraints,
+    source_constraints_for,
+)
+from autoshard.report.source_expressions import Edits, SourceSpan, constraint_text, patch
 from autoshard.shardy.partition import Partitioned, partition
 from autoshard.tracing.rewrite import Constraints
 from autoshard.tracing.trace import Traced
 
-if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +41,16 @@ class MinimalConstraints:
     Attributes:
         constraints: Those that are left, in program order.
         stated: Number of constraints that the plan itself states in the traced program.
-        statements: Number of statements in the source that would say them all.
+        source_constraints: Number of source constraints that together would state them all.
         tries: How often Shardy's passes ran, and how often the compiler.
         compiled: The compiled program with the constraints that are left; None if nothing was
             compiled.
         plan: The compiled program of the plan.
     """
 
-    constraints: tuple[Statement, ...]
+    constraints: tuple[SourceConstraint, ...]
     stated: int
-    statements: int
+    source_constraints: int
     tries: tuple[int, int]
     compiled: CompiledEvidence | None
     plan: CompiledEvidence | None
@@ -58,57 +63,53 @@ class MinimalConstraints:
         return self.compiled.collectives == self.plan.collectives
 
     @property
-    def unsayable(self) -> tuple[Statement, ...]:
+    def inexpressible(self) -> tuple[SourceConstraint, ...]:
         """Those that cannot be written in the source: only the plan itself can state them."""
         return tuple(c for c in self.constraints if c.expression is None)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One line per constraint: `model.py:88: h = with_sharding_constraint(h, P('data', None,
-        'model'))`.
+        """One line per constraint, with file, line and the code to write there.
+
+        `model.py:88: h = with_sharding_constraint(h, P('data', None, 'model'))`
         """
         return tuple(f"{c.source}: {line_text(c)}" for c in self.constraints)
 
+    def edits(self) -> Edits:
+        """By file, the expressions to wrap and their PartitionSpecs, for `paste` and `patch`."""
+        # Results as computed come first: `paste` puts the first one innermost.
+        ordered = sorted(self.constraints, key=lambda c: c.what != "result as computed")
+        edits: dict[str, list[tuple[SourceSpan, PartitionSpec]]] = {}
+        for constraint in ordered:
+            if constraint.expression is not None:
+                span = constraint.expression.span
+                edits.setdefault(span.file, []).append((span, constraint.spec))
+        return edits
+
     def patch(self) -> str:
         """The constraints as a unified diff of the model's files."""
-        return patch(
-            (c.expression.site, c.spec) for c in self._sayable() if c.expression is not None
-        )
-
-    def edits(self) -> dict[str, list[tuple[Site, PartitionSpec]]]:
-        """By file, the expressions to wrap and their PartitionSpecs, for `sites.paste`."""
-        found: dict[str, list[tuple[Site, PartitionSpec]]] = {}
-        for c in self._sayable():
-            assert c.expression is not None
-            found.setdefault(c.expression.site.file, []).append((c.expression.site, c.spec))
-        return found
-
-    def _sayable(self) -> list[Statement]:
-        """Those with an expression, results as computed before results as stored."""
-        said = [c for c in self.constraints if c.expression is not None]
-        return sorted(said, key=lambda c: c.what != "result as computed")
+        return patch(self.edits())
 
     def __str__(self) -> str:
-        word = {True: "those of the plan", False: "OTHER than the plan's", None: "not compiled"}[
-            self.same
-        ]
-        head = f"{len(self.constraints)} of {self.statements} statements ({self.stated} constraints) are needed; "
-        head += f"the compiled collectives are {word}"
+        collectives = "not compiled"
+        if self.same is not None:
+            collectives = "those of the plan" if self.same else "OTHER than the plan's"
+        head = (
+            f"{len(self.constraints)} of {self.source_constraints} source constraints (for "
+            f"{self.stated} in the traced program) are needed; the compiled collectives are "
+            f"{collectives}"
+        )
         return "\n".join([head, *(f"  {line}" for line in self.lines)])
 
 
-def line_text(statement: Statement) -> str:
-    """A constraint as a line of Python: an assignment where its expression is assigned to a
-    variable.
-    """
-    found = statement.expression
-    if found is None:
-        return (
-            f"{statement.what} of {statement.primitive}: {constraint_text('...', statement.spec)}"
-        )
-    if found.target:
-        return f"{found.target} = {constraint_text(found.target, statement.spec)}"
-    return constraint_text(" ".join(found.text.split()), statement.spec)
+def line_text(constraint: SourceConstraint) -> str:
+    """A constraint as a line of Python: an assignment where its expression is assigned."""
+    expression, spec = constraint.expression, constraint.spec
+    if expression is None:
+        return f"{constraint.what} of {constraint.primitive}: {constraint_text('...', spec)}"
+    if expression.target:
+        return f"{expression.target} = {constraint_text(expression.target, spec)}"
+    return constraint_text(" ".join(expression.text.split()), spec)
 
 
 def minimise(
@@ -132,102 +133,143 @@ def minimise(
         The constraints that are left, with the compiled collectives.
     """
     stated = constraints_for(layout)
-    statements = statements_for(layout.problem.logical_axes.classes, stated)
-    sayable = [s for s in statements if s.expression is not None]
+    source_constraints = source_constraints_for(layout.problem.logical_axes.classes, stated)
+    expressible = [c for c in source_constraints if c.expression is not None]
     passes = _Passes(traced, layout, mesh)
-    wanted = passes.looks(stated)
-    if passes.looks(as_constraints(sayable)) != wanted:
-        wanted = passes.looks(
-            as_constraints(sayable)
-        )  # as near as the source can say it; the compiler judges
-    chosen = fewest(sayable, lambda some: passes.looks(as_constraints(some)) == wanted)
+    # As near to the plan as the source can express it; the compiler judges whether that is enough.
+    wanted = passes.outcome(as_constraints(expressible))
+    needed = fewest(expressible, lambda some: passes.outcome(as_constraints(some)) == wanted)
 
-    programs: dict[tuple[Statement, ...], CompiledEvidence] = {}
-
-    def evidence(some: Sequence[Statement]) -> CompiledEvidence:
-        key = tuple(sorted(some, key=statements.index))
-        if key not in programs:
-            built = build(traced, layout, mesh, as_constraints(key))
-            programs[key] = compile_built(built, mesh, compiler_options=compiler_options).evidence
-        return programs[key]
-
-    plan = found = None
-    if compiled is not None:
-        wanted_program = plan = compiled().evidence
-
-        def agrees(some: Sequence[Statement]) -> bool:
-            return evidence(some).collectives == wanted_program.collectives
-
-        for pool in (sayable, statements):
-            if not agrees(chosen) and agrees(pool):
-                rest, base = [s for s in pool if s not in chosen], tuple(chosen)
-                chosen = [*base, *fewest(rest, lambda some, base=base: agrees([*base, *some]))]  # type: ignore[misc]
-        found = evidence(chosen)
+    programs = _Programs(traced, layout, mesh, compiler_options, source_constraints)
+    plan = None if compiled is None else compiled().evidence
+    if plan is not None:
+        collectives = plan.collectives
+        needed = _until_compiled(
+            needed,
+            (expressible, source_constraints),
+            lambda some: programs.evidence(some).collectives == collectives,
+        )
     return MinimalConstraints(
-        constraints=tuple(sorted(chosen, key=lambda s: s.places[0].eqn)),
+        constraints=tuple(sorted(needed, key=lambda c: c.traced[0].eqn)),
         stated=len(stated),
-        statements=len(statements),
-        tries=(passes.tries, len(programs)),
-        compiled=found,
+        source_constraints=len(source_constraints),
+        compiled=None if plan is None else programs.evidence(needed),
+        tries=(passes.tries, programs.tries),
         plan=plan,
     )
 
 
+def _until_compiled(
+    needed: list[SourceConstraint],
+    pools: Iterable[Sequence[SourceConstraint]],
+    enough: Callable[[Sequence[SourceConstraint]], bool],
+) -> list[SourceConstraint]:
+    """What is needed, and the fewest more of the first pool with which the compiled program agrees.
+
+    Shardy's passes are not the whole partitioner, so what is enough for them may be too little.
+    """
+    for pool in pools:
+        if enough(needed):
+            return needed
+        if enough(pool):
+            rest = [c for c in pool if c not in needed]
+            needed = [*needed, *fewest(rest, _beside(needed, enough))]
+    return needed
+
+
+def _beside(
+    base: Sequence[T], enough: Callable[[Sequence[T]], bool]
+) -> Callable[[Sequence[T]], bool]:
+    """Whether something is enough together with a base."""
+    return lambda some: enough([*base, *some])
+
+
 class _Passes:
-    """What Shardy's passes make of constraints, and how often they were asked."""
+    """What Shardy's passes make of constraints; each set of them is tried once."""
 
     def __init__(self, traced: Traced, layout: Layout, mesh: MeshInfo) -> None:
         self._traced, self._layout, self._mesh = traced, layout, mesh
-        self._known: dict[str, object] = {}
-        self.tries = 0
+        self._outcomes: dict[str, object] = {}
 
-    def looks(self, constraints: Constraints) -> object:
-        """Collectives and the shardings of arguments and results; where the passes fail, that."""
+    @property
+    def tries(self) -> int:
+        """How often the passes ran."""
+        return len(self._outcomes)
+
+    def outcome(self, constraints: Constraints) -> object:
+        """Collectives and the shardings of arguments and results; the failure where they fail."""
         key = repr(constraints)
-        if key not in self._known:
-            self.tries += 1
+        if key not in self._outcomes:
             lowered = build(self._traced, self._layout, self._mesh, constraints).lower()
-            found = partition(lowered, self._mesh.axes)
-            if isinstance(found, Partitioned):
-                self._known[key] = found.collectives, found.arg_shardings, found.result_shardings
-            else:
-                self._known[key] = found
-        return self._known[key]
+            outcome: object = partition(lowered, self._mesh.axes)
+            if isinstance(outcome, Partitioned):
+                outcome = outcome.collectives, outcome.arg_shardings, outcome.result_shardings
+            self._outcomes[key] = outcome
+        return self._outcomes[key]
 
 
-def fewest(
-    statements: Sequence[Statement], enough: Callable[[Sequence[Statement]], bool]
-) -> list[Statement]:
+class _Programs:
+    """What the compiler makes of constraints; each set of them is compiled once."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        layout: Layout,
+        mesh: MeshInfo,
+        compiler_options: CompilerOptions | None,
+        order: Sequence[SourceConstraint],
+    ) -> None:
+        self._traced, self._layout, self._mesh = traced, layout, mesh
+        self._compiler_options = compiler_options
+        self._order = order
+        self._evidence: dict[tuple[SourceConstraint, ...], CompiledEvidence] = {}
+
+    @property
+    def tries(self) -> int:
+        """How often the compiler ran."""
+        return len(self._evidence)
+
+    def evidence(self, some: Sequence[SourceConstraint]) -> CompiledEvidence:
+        """The compiled program with these constraints."""
+        key = tuple(sorted(some, key=self._order.index))
+        if key not in self._evidence:
+            built = build(self._traced, self._layout, self._mesh, as_constraints(key))
+            compiled = compile_built(built, self._mesh, compiler_options=self._compiler_options)
+            self._evidence[key] = compiled.evidence
+        return self._evidence[key]
+
+
+def fewest(items: Sequence[T], enough: Callable[[Sequence[T]], bool]) -> list[T]:
     """A subset that is enough and of which none can be dropped, in about k log n tries for k of n.
 
-    Statements are taken from the front: the last one of the shortest prefix that is enough is
-    needed, and so on (Junker 2004, QuickXplain, with a prefix search). At last each one left is
-    tried without.
+    Items are taken from the front: the last one of the shortest prefix that is enough is needed,
+    and so on (Junker 2004, QuickXplain, with a prefix search). At last each one left is tried
+    without.
     """
-    needed: list[Statement] = []
-    left = list(statements)
+    needed: list[T] = []
+    left = list(items)
     while not enough(needed):
         if not left or not enough([*needed, *left]):
             return [*needed, *left]
-        ahead = [*needed], [*left]
-        count = _least(len(left), lambda n, ahead=ahead: enough([*ahead[0], *ahead[1][:n]]))  # type: ignore[misc]
-        needed.append(left[count - 1])
-        left = left[: count - 1]
-    for statement in list(needed):
-        without = [s for s in needed if s is not statement]
+        length = _shortest_prefix(left, _beside(list(needed), enough))
+        needed.append(left[length - 1])
+        left = left[: length - 1]
+    for item in list(needed):
+        without = [other for other in needed if other is not item]
         if enough(without):
             needed = without
     return needed
 
 
-def _least(count: int, enough: Callable[[int], bool]) -> int:
-    """The least number that is enough, given that `count` is; by bisection, taking it that more is
-    no worse.
+def _shortest_prefix(items: Sequence[T], enough: Callable[[Sequence[T]], bool]) -> int:
+    """Length of the shortest prefix that is enough, where all items are.
+
+    By bisection, which takes it that more is no worse.
     """
-    low, high = 0, count
+    low, high = 0, len(items)
     while high - low > 1:
         middle = (low + high) // 2
-        if enough(middle):
+        if enough(items[:middle]):
             high = middle
         else:
             low = middle

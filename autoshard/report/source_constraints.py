@@ -1,63 +1,42 @@
-"""The constraints of a plan in the words of the source: one statement per expression and place.
+"""The constraints of a plan in the source: one for each expression and what of it is stated.
 
-A person who writes `with_sharding_constraint` around an expression states more than one place of
-the traced program: the value itself, its recomputation under `jax.checkpoint`, and its cotangent in
-the backward pass (the transpose of a constraint is the same constraint). A `Statement` holds these
-places together, for the result of an expression or for one of its operands; unrolled layers share
-their source lines, so the number of statements does not grow with depth. What cannot be said in the
-source (a line that stands for different layouts, an operand that is no part of the expression)
-becomes a statement without an expression.
+A user who writes `with_sharding_constraint` around an expression states more than one value of the
+traced program: the value itself, its recomputation under `jax.checkpoint`, and its cotangent in the
+backward pass (the transpose of a constraint is the same constraint). A `SourceConstraint` holds
+these together, for the result of an expression or for one of its operands; unrolled layers share
+their source lines, so the number of source constraints does not grow with depth. What cannot be
+expressed in the source (a line that stands for different layouts, an operand that is no part of the
+expression) becomes a source constraint without an expression.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from jax.sharding import PartitionSpec
 
 from autoshard.axes.axis_classes import AxisClasses
+from autoshard.report.cotangents import Cotangents
 from autoshard.report.source_expressions import (
     Expression,
-    Site,
+    SourceSpan,
     expression_at,
     operand_expression,
-    sites_of,
+    spans_of,
 )
+from autoshard.report.traced_constraints import Kind, TracedConstraint, collect
 from autoshard.tracing.primitives import ANCHORS
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints
 from autoshard.tracing.source_lines import name_stack_of, source_line
 
-Entries = tuple[object, ...]
-"""One entry per dimension, trailing Nones included."""
-
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One constraint of the traced program.
-
-    Attributes:
-        eqn: `Eqn.index` of the anchor, or of the equation with the body.
-        kind: `operand`, `kept` (an operand as it is stored, before it is stated as the work reads
-            it), `result` or `output` (of a body).
-        position: Which operand, result or output.
-        step: Of a result 0 as computed, 1 as stored (and so for the cotangent that such a result
-            has, as an operand); of an output the number of the body.
-        spec: What is stated.
-    """
-
-    eqn: int
-    kind: str
-    position: int
-    step: int
-    spec: PartitionSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One constraint as a person would write it.
+class SourceConstraint:
+    """One constraint as a user would write it.
 
     Attributes:
         source: `file.py:line`.
@@ -65,8 +44,8 @@ class Statement:
         primitive: The anchor.
         shape: Shape of the value there (inside a loop, of one trip).
         spec: Spec of the expression's value.
-        expression: What to write it around; None where it cannot be written in the source.
-        places: What it states in the traced program.
+        expression: What to write it around; None where it cannot be expressed in the source.
+        traced: What it states in the traced program.
         in_loop: True inside a scan or while body.
     """
 
@@ -76,286 +55,319 @@ class Statement:
     shape: tuple[int, ...]
     spec: PartitionSpec
     expression: Expression | None
-    places: tuple[Place, ...]
+    traced: tuple[TracedConstraint, ...]
     in_loop: bool
 
 
-def as_constraints(statements: Iterable[Statement]) -> Constraints:
-    """The statements as constraints of the traced program; of two for one operand that of the lower
-    step holds.
-    """
-    operands: dict[int, dict[int, tuple[int, PartitionSpec]]] = defaultdict(dict)
-    kept: dict[int, dict[int, PartitionSpec]] = defaultdict(dict)
-    results: dict[int, dict[int, dict[int, PartitionSpec]]] = defaultdict(lambda: defaultdict(dict))
-    outputs: dict[tuple[int, int], dict[int, PartitionSpec]] = defaultdict(dict)
-    for place in (place for statement in statements for place in statement.places):
-        if place.kind == "operand":
-            known = operands[place.eqn].get(place.position)
-            if known is None or place.step <= known[0]:
-                operands[place.eqn][place.position] = place.step, place.spec
-        elif place.kind == "kept":
-            kept[place.eqn][place.position] = place.spec
-        elif place.kind == "result":
-            results[place.eqn][place.position][place.step] = place.spec
-        else:
-            outputs[place.eqn, place.step][place.position] = place.spec
-    eqns = {
-        index: EqnConstraints(
-            {k: spec for k, (_, spec) in operands.get(index, {}).items()},
-            {
-                k: tuple(spec for _, spec in sorted(steps.items()))
-                for k, steps in results.get(index, {}).items()
-            },
-            before_reshard=kept.get(index, {}),
-        )
-        for index in {*operands, *kept, *results}
-    }
-    return Constraints(eqns, dict(outputs))
+def as_constraints(source_constraints: Iterable[SourceConstraint]) -> Constraints:
+    """The source constraints as constraints of the traced program."""
+    return collect(traced for constraint in source_constraints for traced in constraint.traced)
 
 
-def statements_for(classes: AxisClasses, constraints: Constraints) -> tuple[Statement, ...]:
-    """The statements that together say what the constraints say, those that can be written in the
-    source first.
-    """
-    finder = _Finder(classes, constraints)
-    made = [*finder.at_anchors(), *finder.at_carries()]
-    made += finder.unsaid(made)
-    order = {"result": 0, "carry": 1, "operand": 2}
-    return tuple(
-        sorted(
-            made, key=lambda s: (s.expression is None, order[s.what.split()[0]], s.places[0].eqn)
-        )
-    )
+def source_constraints_for(
+    classes: AxisClasses, constraints: Constraints
+) -> tuple[SourceConstraint, ...]:
+    """The source constraints that together state the constraints, expressible ones first."""
+    anchors = _AnchorConstraints(_Equations(classes), constraints)
+    expressed = [*anchors.source_constraints(), *_at_carries(anchors.equations, constraints)]
+    rest = _rest(anchors.equations, constraints, as_constraints(expressed))
+    return tuple(sorted([*expressed, *rest], key=_expressible_first))
 
 
-class _Finder:
-    def __init__(self, classes: AxisClasses, constraints: Constraints) -> None:
-        self._axes = classes
-        self._constraints = constraints
-        self._backward: set[int] = set()
-        self._looped: set[int] = set()
-        self._body_of: dict[int, Body] = {}
-        self._sites: dict[int, tuple[Site, ...]] = {}
-        self._visit(classes.program.body, transposed=False, looped=False)
+_ORDER = {"result": 0, "carry": 1, "operand": 2}
+
+
+def _expressible_first(constraint: SourceConstraint) -> tuple[bool, int, int]:
+    what, *_ = constraint.what.split()
+    return constraint.expression is None, _ORDER[what], constraint.traced[0].eqn
+
+
+class _Equations:
+    """What is known of each equation: its expressions, its body, whether it runs backward."""
+
+    def __init__(self, classes: AxisClasses) -> None:
+        self.program = classes.program
+        self.cotangents = Cotangents(classes)
+        self.backward: set[int] = set()
+        self.looped: set[int] = set()
+        self.body_of: dict[int, Body] = {}
+        self._spans: dict[int, tuple[SourceSpan, ...]] = {}
+        self._visit(self.program.body, transposed=False, looped=False)
 
     def _visit(self, body: Body, transposed: bool, looped: bool) -> None:
         for eqn in body.eqns:
-            self._body_of[eqn.index] = body
+            self.body_of[eqn.index] = body
             stack = name_stack_of(eqn)
-            own = (transposed or "transpose(" in stack) and "rematted_computation" not in stack
-            if own:
-                self._backward.add(eqn.index)
+            # What `jax.checkpoint` computes anew lies in the backward pass but runs forward.
+            backward = transposed or "transpose(" in stack
+            backward = backward and "rematted_computation" not in stack
+            if backward:
+                self.backward.add(eqn.index)
             if looped:
-                self._looped.add(eqn.index)
+                self.looped.add(eqn.index)
+            loop = eqn.primitive in ("scan", "while")
             for inner in eqn.bodies:
-                self._visit(inner, own, looped or eqn.primitive in ("scan", "while"))
+                self._visit(inner, backward, looped or loop)
 
-    def _sites_of(self, eqn: Eqn) -> tuple[Site, ...]:
-        if eqn.index not in self._sites:
-            self._sites[eqn.index] = sites_of(eqn)
-        return self._sites[eqn.index]
+    def spans_of(self, eqn: Eqn) -> tuple[SourceSpan, ...]:
+        """The expressions that an equation was traced in, innermost first."""
+        if eqn.index not in self._spans:
+            self._spans[eqn.index] = spans_of(eqn)
+        return self._spans[eqn.index]
 
-    # Anchors --------------------------------------------------------------------------------------
 
-    def at_anchors(self) -> Iterator[Statement]:
-        """Statements around the expressions of contractions, gathers and the like."""
-        program = self._axes.program
-        anchors = [program.eqns[index] for index in sorted(self._constraints.eqns)]
-        for site, forward, backward in self._by_site(
-            [e for e in anchors if e.primitive in ANCHORS]
-        ):
-            yield from self._of_site(site, forward, backward)
+# Anchors ------------------------------------------------------------------------------------------
 
-    def _by_site(self, anchors: Sequence[Eqn]) -> Iterator[tuple[Site, list[Eqn], list[Eqn]]]:
-        """Anchors by the innermost expression that means one and the same thing whenever it
-        runs.
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Anchors that one expression is traced to, which means the same whenever it runs.
+
+    Attributes:
+        span: The expression.
+        forward: The anchor, once for each call and each recomputation.
+        backward: Its transposes.
+    """
+
+    span: SourceSpan
+    forward: list[Eqn]
+    backward: list[Eqn]
+
+    @property
+    def first(self) -> Eqn:
+        """One of the anchors, which are all alike."""
+        return self.forward[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _AnchorConstraints:
+    """Source constraints around the expressions of contractions, gathers and the like."""
+
+    equations: _Equations
+    constraints: Constraints
+
+    def source_constraints(self) -> Iterator[SourceConstraint]:
+        """Those of results and operands, expression by expression."""
+        eqns = [self.equations.program.eqns[index] for index in sorted(self.constraints.eqns)]
+        for group in self._groups([eqn for eqn in eqns if eqn.primitive in ANCHORS]):
+            yield from self._of_results(group)
+            yield from self._of_operands(group)
+
+    def _groups(self, anchors: Sequence[Eqn]) -> Iterator[_Group]:
+        """Anchors by the innermost expression that means the same whenever it runs.
+
+        An expression in a helper that is called for different layers does not; then the calls of
+        the helper may. Anchors that run out of expressions are left out.
         """
-        level = dict.fromkeys((e.index for e in anchors), 0)
-        left = list(anchors)
-        while left:
-            groups: dict[Site, list[Eqn]] = defaultdict(list)
-            for eqn in left:
-                sites = self._sites_of(eqn)
-                if level[eqn.index] < len(sites):
-                    groups[sites[level[eqn.index]]].append(eqn)
-            left = []
-            for site, group in groups.items():
-                forward = [e for e in group if e.index not in self._backward]
-                if len({self._meaning(e) for e in forward}) == 1:
-                    yield site, forward, [e for e in group if e.index in self._backward]
+        undecided, level = list(anchors), 0
+        while undecided:
+            by_span = self._by_span(undecided, level)
+            undecided, level = [], level + 1
+            for span, eqns in by_span.items():
+                forward = [eqn for eqn in eqns if eqn.index not in self.equations.backward]
+                backward = [eqn for eqn in eqns if eqn.index in self.equations.backward]
+                if len({self._meaning(eqn) for eqn in forward}) == 1:
+                    yield _Group(span, forward, backward)
                 else:
-                    left += group
-                    for eqn in group:
-                        level[eqn.index] += 1
+                    undecided += eqns
+
+    def _by_span(self, eqns: Sequence[Eqn], level: int) -> dict[SourceSpan, list[Eqn]]:
+        """Equations by the expression that lies so many levels around the innermost one."""
+        by_span: dict[SourceSpan, list[Eqn]] = defaultdict(list)
+        for eqn in eqns:
+            spans = self.equations.spans_of(eqn)
+            if level < len(spans):
+                by_span[spans[level]].append(eqn)
+        return by_span
 
     def _meaning(self, eqn: Eqn) -> tuple[object, ...]:
-        wanted = self._constraints.eqns[eqn.index]
-        stated = (tuple(sorted(wanted.operands.items())), tuple(sorted(wanted.results.items())))
-        shapes = tuple(v.shape for v in eqn.inputs)
-        return eqn.primitive, shapes, str(eqn.params.get("dimension_numbers")), repr(stated)
+        """What the anchor computes and what is stated of it."""
+        stated = self.constraints.eqns[eqn.index]
+        specs = (tuple(sorted(stated.operands.items())), tuple(sorted(stated.results.items())))
+        shapes = tuple(value.shape for value in eqn.inputs)
+        return eqn.primitive, shapes, str(eqn.params.get("dimension_numbers")), repr(specs)
 
-    def _of_site(self, site: Site, forward: list[Eqn], backward: list[Eqn]) -> Iterator[Statement]:
-        first = forward[0]
-        whole = expression_at(site)
-        stated = self._constraints.eqns[first.index]
-        cotangents = [(e, k) for e in backward for k in self._cotangent(e, first)]
-        looped = first.index in self._looped
+    def _of_results(self, group: _Group) -> Iterator[SourceConstraint]:
+        expression = expression_at(group.span)
+        for position, specs in self.constraints.eqns[group.first.index].results.items():
+            value = group.first.outputs[position]
+            whole = self._value_of_expression(group) if position == 0 else None
+            for step, spec in enumerate(specs, 2 - len(specs)):
+                own_spec = None
+                if whole is not None:
+                    own_spec = self.equations.cotangents.carried_over(spec, value, whole)
+                yield SourceConstraint(
+                    source=str(group.span),
+                    what="result" if step else "result as computed",
+                    primitive=group.first.primitive,
+                    shape=value.shape,
+                    spec=own_spec or spec,  # an empty one says no more than what is stated
+                    expression=None if own_spec is None else expression,
+                    traced=tuple(self._traced_results(group, position, step, spec)),
+                    in_loop=group.first.index in self.equations.looped,
+                )
 
-        def made(what: str, shape: tuple[int, ...], spec: PartitionSpec, at: Expression | None, places: list[Place],
-                 ) -> Statement:  # fmt: skip
-            return Statement(
-                str(site), what, first.primitive, shape, spec, at, tuple(places), looped
+    def _traced_results(
+        self, group: _Group, position: int, step: int, spec: PartitionSpec
+    ) -> Iterator[TracedConstraint]:
+        """The result of each anchor; of the first result the cotangents too."""
+        for eqn in group.forward:
+            yield TracedConstraint(eqn.index, Kind.RESULT, position, spec, step)
+        for eqn in group.backward if position == 0 else ():
+            for operand in self.equations.cotangents.operands_with(eqn, group.first):
+                yield TracedConstraint(eqn.index, Kind.OPERAND, operand, spec, step)
+
+    def _of_operands(self, group: _Group) -> Iterator[SourceConstraint]:
+        whole = expression_at(group.span)
+        for position, spec in self.constraints.eqns[group.first.index].operands.items():
+            part = None if whole is None else operand_expression(whole, group.first, position)
+            yield SourceConstraint(
+                source=str(group.span),
+                what=f"operand {position}",
+                primitive=group.first.primitive,
+                shape=group.first.inputs[position].shape,
+                spec=spec,
+                expression=part,
+                traced=tuple(self._traced_operands(group, position, spec)),
+                in_loop=group.first.index in self.equations.looped,
             )
 
-        for position, specs in stated.results.items():
-            value = first.outputs[position]
-            outside = self._escaped(value, site) if position == 0 else None
-            for step, spec in enumerate(specs, 2 - len(specs)):
-                places = [Place(e.index, "result", position, step, spec) for e in forward]
-                if position == 0:
-                    places += [Place(e.index, "operand", k, step, spec) for e, k in cotangents]
-                said = None if outside is None else self._carried_over(spec, value, outside)
-                what = "result" if step else "result as computed"
-                yield made(
-                    what, value.shape, said or spec, whole if said is not None else None, places
-                )
-        for position, spec in stated.operands.items():
-            value = first.inputs[position]
-            part = None if whole is None else operand_expression(whole, first, position)
-            places = [Place(e.index, "operand", position, 0, spec) for e in forward]
-            for eqn in backward:
-                if self._differentiated(eqn, first) == position:
-                    own = self._carried_over(spec, value, eqn.outputs[0])
-                    places += [] if own is None else [Place(eqn.index, "result", 0, 0, own)]
-            yield made(f"operand {position}", value.shape, spec, part, places)
+    def _traced_operands(
+        self, group: _Group, position: int, spec: PartitionSpec
+    ) -> Iterator[TracedConstraint]:
+        """The operand of each anchor, and its cotangents."""
+        cotangents = self.equations.cotangents
+        for eqn in group.forward:
+            yield TracedConstraint(eqn.index, Kind.OPERAND, position, spec)
+        for eqn in group.backward:
+            if cotangents.differentiated(eqn, group.first) == position:
+                value = group.first.inputs[position]
+                own_spec = cotangents.carried_over(spec, value, eqn.outputs[0])
+                if own_spec is not None:
+                    yield TracedConstraint(eqn.index, Kind.RESULT, 0, own_spec)
 
-    def _kind(self, value: Value) -> tuple[object, ...]:
-        return tuple(sorted(zip(self._axes.of_value[value.index], value.shape, strict=True)))
+    def _value_of_expression(self, group: _Group) -> Value | None:
+        """The value of an expression with this anchor; None if it is not certain.
 
-    def _cotangent(self, eqn: Eqn, first: Eqn) -> tuple[int, ...]:
-        """Which operand of a transposed anchor is the cotangent of the forward one's result."""
-        result = self._kind(first.outputs[0])
-        order = (
-            reversed(range(len(eqn.inputs)))
-            if eqn.primitive.startswith("scatter")
-            else range(len(eqn.inputs))
-        )
-        return tuple(k for k in order if self._kind(eqn.inputs[k]) == result)[:1]
+        Follows the anchor's result through equations (a transposition, say) as long as only the
+        expression itself reads it.
+        """
+        body = self.equations.body_of[group.first.index]
+        value: Value | None = group.first.outputs[0]
+        while value is not None and not self._leaves(value, body, group.span):
+            value = _only_result(_readers(value, body))
+        return value
 
-    def _differentiated(self, eqn: Eqn, first: Eqn) -> int | None:
-        """Which operand of the forward anchor a transposed one makes the cotangent of."""
-        made = self._kind(eqn.outputs[0])
-        able = [k for k, v in enumerate(first.inputs) if self._kind(v) == made]
-        cotangent = self._cotangent(eqn, first)
-        read = [self._kind(v) for k, v in enumerate(eqn.inputs) if k not in cotangent]
-        others = [
-            k
-            for k in able
-            if any(self._kind(v) in read for j, v in enumerate(first.inputs) if j != k)
+    def _leaves(self, value: Value, body: Body, span: SourceSpan) -> bool:
+        """True for a value that is read outside of an expression, or not at all."""
+        readers = _readers(value, body)
+        inside = [
+            eqn
+            for eqn in readers
+            if eqn.index not in self.equations.backward and span in self.equations.spans_of(eqn)
         ]
-        return next(iter(others or able), None)
+        return value in body.outputs or not readers or len(inside) < len(readers)
 
-    def _escaped(self, value: Value, site: Site) -> Value | None:
-        """What an expression with this anchor is worth: follows the value while only the expression
-        itself reads it.
-        """
-        body = next(b for b in self._bodies() if any(value in e.outputs for e in b.eqns))
-        while True:
-            readers = [e for e in body.eqns if value in e.inputs]
-            inside = [
-                e for e in readers if site in self._sites_of(e) and e.index not in self._backward
-            ]
-            if value in body.outputs or len(inside) < len(readers) or not readers:
-                return value
-            if len(readers) > 1 or readers[0].bodies or len(readers[0].outputs) != 1:
-                return None
-            value = readers[0].outputs[0]
 
-    def _bodies(self) -> Iterator[Body]:
-        yield self._axes.program.body
-        for eqn in self._axes.program.eqns:
-            yield from eqn.bodies
+def _readers(value: Value, body: Body) -> list[Eqn]:
+    return [eqn for eqn in body.eqns if value in eqn.inputs]
 
-    def _carried_over(
-        self, spec: PartitionSpec, source: Value, target: Value
-    ) -> PartitionSpec | None:
-        """The spec of a value said of another one with the same dimensions in another order; None
-        if it has others.
-        """
-        entries = [*spec, *[None] * (len(source.shape) - len(spec))]
-        mine, theirs = self._axes.of_value[source.index], self._axes.of_value[target.index]
-        if (mine, source.shape) == (theirs, target.shape):
-            return spec
-        left = list(zip(mine, source.shape, entries, strict=True))
-        found = []
-        for axis, size in zip(theirs, target.shape, strict=True):
-            match = next((item for item in left if item[:2] == (axis, size)), None)
-            if match is not None:
-                left.remove(match)
-            elif size != 1:
-                return None
-            found.append(None if match is None else match[2])
-        while found and found[-1] is None:
-            found.pop()
-        return None if any(entry is not None for _, _, entry in left) else PartitionSpec(*found)
 
-    # Carries --------------------------------------------------------------------------------------
+def _only_result(eqns: list[Eqn]) -> Value | None:
+    """The result of the only equation; None if there are several equations, results or bodies."""
+    first, *others = eqns
+    if others or first.bodies or len(first.outputs) != 1:
+        return None
+    return first.outputs[0]
 
-    def at_carries(self) -> Iterator[Statement]:
-        """Statements around the expressions that loop bodies return as carries."""
-        program = self._axes.program
-        forward: dict[tuple[object, ...], Statement] = {}
-        for (index, number), specs in sorted(self._constraints.outputs.items()):
-            eqn = program.eqns[index]
-            body = eqn.bodies[number]
-            for position, spec in specs.items():
-                value = body.outputs[position]
-                place = Place(index, "output", position, number, spec)
-                key = (self._sites_of(eqn)[:1], self._kind(value), spec)
-                if key in forward:
-                    known = forward[key]
-                    forward[key] = replace(known, places=(*known.places, place))
-                    continue
-                maker = next((e for e in body.eqns if value in e.outputs), None)
-                site = (
-                    next(iter(self._sites_of(maker)), None)
-                    if maker is not None and not maker.bodies
-                    else None
-                )
-                said = None if site is None or index in self._backward else expression_at(site)
-                source = source_line(eqn) if site is None else str(site)
-                what = f"carry {position}"
-                forward[key] = Statement(
-                    source, what, eqn.primitive, value.shape, spec, said, (place,), True
-                )
-        yield from forward.values()
 
-    # The rest -------------------------------------------------------------------------------------
+# Carries ------------------------------------------------------------------------------------------
 
-    def unsaid(self, made: Sequence[Statement]) -> Iterator[Statement]:
-        """Statements without an expression, for the constraints that no other statement says."""
-        said = as_constraints(made)
-        for index, wanted in self._constraints.eqns.items():
-            eqn, known = self._axes.program.eqns[index], said.eqns.get(index, EqnConstraints())
-            for k, spec in wanted.before_reshard.items():
-                yield self._unsaid(eqn, eqn.inputs[k], Place(index, "kept", k, 0, spec))
-            for k, spec in wanted.operands.items():
-                if known.operands.get(k) != spec:
-                    yield self._unsaid(eqn, eqn.inputs[k], Place(index, "operand", k, 0, spec))
-            for k, specs in wanted.results.items():
-                if known.results.get(k) != specs:
-                    for step, spec in enumerate(specs, 2 - len(specs)):
-                        yield self._unsaid(
-                            eqn, eqn.outputs[k], Place(index, "result", k, step, spec)
-                        )
 
-    def _unsaid(self, eqn: Eqn, value: Value, place: Place) -> Statement:
-        what = f"{place.kind} {place.position}"
-        if (place.kind, place.step) == ("result", 0):
-            what = "result as computed"
-        elif place.kind == "kept":
-            what = f"operand {place.position} as stored"
-        looped = eqn.index in self._looped
-        return Statement(
-            source_line(eqn), what, eqn.primitive, value.shape, place.spec, None, (place,), looped
-        )
+def _at_carries(equations: _Equations, constraints: Constraints) -> Iterator[SourceConstraint]:
+    """Source constraints around the expressions that loop bodies return as carries."""
+    by_meaning: dict[tuple[object, ...], SourceConstraint] = {}
+    for (index, number), specs in sorted(constraints.outputs.items()):
+        eqn = equations.program.eqns[index]
+        body = eqn.bodies[number]
+        for position, spec in specs.items():
+            value = body.outputs[position]
+            traced = TracedConstraint(index, Kind.BODY_OUTPUT, position, spec, body=number)
+            meaning = (equations.spans_of(eqn)[:1], equations.cotangents.signature(value), spec)
+            if meaning in by_meaning:
+                same = by_meaning[meaning]
+                by_meaning[meaning] = replace(same, traced=(*same.traced, traced))
+                continue
+            span = _span_of_output(equations, body, value)
+            forward = index not in equations.backward
+            by_meaning[meaning] = SourceConstraint(
+                source=source_line(eqn) if span is None else str(span),
+                what=f"carry {position}",
+                primitive=eqn.primitive,
+                shape=value.shape,
+                spec=spec,
+                expression=expression_at(span) if span is not None and forward else None,
+                traced=(traced,),
+                in_loop=True,
+            )
+    yield from by_meaning.values()
+
+
+def _span_of_output(equations: _Equations, body: Body, value: Value) -> SourceSpan | None:
+    """The innermost expression that computes an output of a body; None if no expression does."""
+    for eqn in body.eqns:
+        if value in eqn.outputs:
+            spans = () if eqn.bodies else equations.spans_of(eqn)
+            return spans[0] if spans else None
+    return None
+
+
+# The rest -----------------------------------------------------------------------------------------
+
+
+def _rest(
+    equations: _Equations, constraints: Constraints, expressed: Constraints
+) -> Iterator[SourceConstraint]:
+    """Source constraints without an expression, for what no expressed one states."""
+    for index, stated in constraints.eqns.items():
+        eqn = equations.program.eqns[index]
+        already = expressed.eqns.get(index, EqnConstraints())
+        for position, spec in stated.before_reshard.items():
+            traced = TracedConstraint(index, Kind.OPERAND_BEFORE_RESHARD, position, spec)
+            yield _inexpressible(equations, eqn, traced, f"operand {position} as stored")
+        for position, spec in _changed(stated.operands, already.operands):
+            traced = TracedConstraint(index, Kind.OPERAND, position, spec)
+            yield _inexpressible(equations, eqn, traced, f"operand {position}")
+        for position, specs in _changed(stated.results, already.results):
+            for step, spec in enumerate(specs, 2 - len(specs)):
+                traced = TracedConstraint(index, Kind.RESULT, position, spec, step)
+                what = f"result {position}" if step else "result as computed"
+                yield _inexpressible(equations, eqn, traced, what)
+
+
+_Specs = TypeVar("_Specs", PartitionSpec, tuple[PartitionSpec, ...])
+
+
+def _changed(
+    stated: Mapping[int, _Specs], expressed: Mapping[int, _Specs]
+) -> Iterator[tuple[int, _Specs]]:
+    """What is stated by position and not expressed just so."""
+    for position, specs in stated.items():
+        if expressed.get(position) != specs:
+            yield position, specs
+
+
+def _inexpressible(
+    equations: _Equations, eqn: Eqn, traced: TracedConstraint, what: str
+) -> SourceConstraint:
+    values = eqn.outputs if traced.kind is Kind.RESULT else eqn.inputs
+    return SourceConstraint(
+        source=source_line(eqn),
+        what=what,
+        primitive=eqn.primitive,
+        shape=values[traced.position].shape,
+        spec=traced.spec,
+        expression=None,
+        traced=(traced,),
+        in_loop=eqn.index in equations.looped,
+    )

@@ -36,7 +36,7 @@ def pasted_module(minimal: MinimalConstraints, source: Path, folder: Path) -> Mo
 def compiled_collectives(
     plan: Plan, fn: Callable[..., Any], args: Any, donated: Any
 ) -> tuple[Collective, ...]:
-    """Collectives of a function compiled as a person would: jit, the plan's shardings at its edges,
+    """Collectives of a function compiled as a user would: jit, the plan's shardings at its edges,
     no tool."""
     with jax.set_mesh(plan.mesh.auto):
         step = jax.jit(

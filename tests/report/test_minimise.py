@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.layout.constraints import constraints_for
 from autoshard.report.minimise import fewest
-from autoshard.report.source_constraints import as_constraints, statements_for
-from autoshard.report.source_expressions import Site, paste
+from autoshard.report.source_constraints import as_constraints, source_constraints_for
+from autoshard.report.source_expressions import SourceSpan, paste
 from examples import transformer
 from tests import models
 from tests.report.pasted import compiled_collectives, pasted_module
@@ -43,18 +43,18 @@ def test_fewest_keeps_all_where_even_all_is_not_enough() -> None:
     assert fewest([1, 2, 3], lambda some: False) == [1, 2, 3]
 
 
-def site(text: str, part: str) -> Site:
+def span(text: str, part: str) -> SourceSpan:
     """The only occurrence of a part of a text of one line."""
     start = text.encode().index(part.encode())
-    return Site("x.py", 1, start, 1, start + len(part.encode()))
+    return SourceSpan("x.py", 1, start, 1, start + len(part.encode()))
 
 
 def test_pasting_nests_and_counts_bytes() -> None:
     text = "y = f(\u00fc, a @ b)\n"
     wanted = [
-        (site(text, "a @ b"), P("x")),
-        (site(text, "a @ b"), P()),
-        (site(text, "a"), P(("x", "y"), None)),
+        (span(text, "a @ b"), P("x")),
+        (span(text, "a @ b"), P()),
+        (span(text, "a"), P(("x", "y"), None)),
     ]
     assert paste(text, wanted).splitlines()[-1] == (
         "y = f(\u00fc, with_sharding_constraint(with_sharding_constraint("
@@ -64,14 +64,14 @@ def test_pasting_nests_and_counts_bytes() -> None:
 
 def test_pasted_text_gets_its_imports_once_and_after_those_of_the_file() -> None:
     text = '"""Doc."""\n\nfrom __future__ import annotations\n\nimport jax\n\ny = jax.f(a)\n'
-    once = paste(text, [(Site("x.py", 7, 4, 7, 12), P("x"))])
+    once = paste(text, [(SourceSpan("x.py", 7, 4, 7, 12), P("x"))])
     assert once.splitlines()[3:7] == [
         "",
         "import jax",
         "from jax.lax import with_sharding_constraint",
         "from jax.sharding import PartitionSpec as P",
     ]
-    twice = paste(once, [(Site("x.py", 9, 4, 9, 12), P("y"))])
+    twice = paste(once, [(SourceSpan("x.py", 9, 4, 9, 12), P("y"))])
     assert twice.count("import with_sharding_constraint") == 1
 
 
@@ -101,7 +101,7 @@ def test_pasted_constraints_compile_to_the_collectives_of_the_plan(
     minimal = plan.minimise()
     print(minimal)
     assert minimal.same
-    assert not minimal.unsayable
+    assert not minimal.inexpressible
     assert len(minimal.constraints) <= most < minimal.stated
     module = pasted_module(minimal, Path(fn.__code__.co_filename), tmp_path)
     found = compiled_collectives(plan, getattr(module, fn.__name__), args, donated)
@@ -131,13 +131,13 @@ def convolved_and_rolled(w: Array, x: Array) -> Array:
     return jax.grad(loss)(w)
 
 
-def test_statements_say_all_that_the_plan_states(mesh_4x2: Mesh) -> None:
+def test_source_constraints_state_all_that_the_plan_states(mesh_4x2: Mesh) -> None:
     args = np.ones((3, 3, 8, 8), np.float32), np.ones((4, 16, 16, 8), np.float32)
     layout = autoshard.apply(convolved_and_rolled, args, mesh_4x2, ["x.1->data"]).layout
     stated = constraints_for(layout)
     assert any(c.before_reshard for c in stated.eqns.values())
-    said = as_constraints(statements_for(layout.problem.logical_axes.classes, stated))
-    assert said.eqns == stated.eqns
+    expressed = as_constraints(source_constraints_for(layout.problem.logical_axes.classes, stated))
+    assert expressed.eqns == stated.eqns
 
 
 def test_a_plan_of_arguments_only_needs_nothing(mesh_4x2: Mesh) -> None:
