@@ -1,4 +1,4 @@
-"""The command that says what this machine has for a search, and what to do about what is missing."""
+"""`autoshard doctor`: what this machine has for a search, and what to do about what is missing."""
 
 from __future__ import annotations
 

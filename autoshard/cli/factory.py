@@ -1,4 +1,4 @@
-"""`pkg.module:factory`: what the command line searches for. Imported only from where the user says."""
+"""`pkg.module:factory`: what the command line searches for, imported from where the user says."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`autoshard calibrate` and `autoshard memory`: what the devices here do, and what a layout holds on
-each.
-"""
+"""`autoshard calibrate` and `memory`: what the devices here do, and what a layout holds on each."""
 
 from __future__ import annotations
 

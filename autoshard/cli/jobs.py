@@ -52,12 +52,12 @@ from autoshard.search.study.task_queue import TaskQueue
 from autoshard.text import seconds_text
 
 WATCH_S = 2.0
-"""How often `status --watch` reads the study: chosen by hand; `test_status_can_be_watched` waits for
-the second reading."""
+"""How often `status --watch` reads the study. Chosen by hand; `test_status_can_be_watched` waits
+for the second reading."""
 
 RUN_TIMEOUT_S = 3600.0
-"""How long a worker lets a candidate be verified or measured where nothing else is said. Compiling
-what is to be run counts in; nothing that was ever seen to end took longer. No test depends on it."""
+"""How long verifying or measuring a candidate may take where a job says nothing else. Compiling what
+is to be run counts in; nothing that was ever seen to end took longer. Tests set their own."""
 
 
 def worker(

@@ -51,16 +51,20 @@ def check(
     if mesh is not None:
         arguments["mesh"] = mesh
     findings = check_table(loaded, **arguments)
-    fits = not (findings if strict else [finding for finding in findings if finding.fatal])
+    failures = findings if strict else _fatal(findings)
     if as_json:
         typer.echo(_findings_json(findings))
     else:
         for finding in findings:
             typer.echo(str(finding))
-        verdict = "fits" if fits else "does not fit"
+        verdict = "does not fit" if failures else "fits"
         typer.echo(f"{table}: {verdict} {factory} ({len(findings)} findings)")
-    if not fits:
+    if failures:
         raise typer.Exit(1)
+
+
+def _fatal(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.fatal]
 
 
 def _findings_json(findings: Sequence[Finding]) -> str:

@@ -1,5 +1,6 @@
-"""A candidate and everything known about it. A failure is a value with a reason, never an
-exception.
+"""A candidate with its evidence: predicted, partitioned, compiled, verified, measured.
+
+A failure is a value with a reason, never an exception.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class CompiledEvidence:
         time_s: Seconds of a step: alpha-beta seconds of the compiled collectives, and `compute_s`.
         compile_s: Seconds it took to compile.
         compute_s: Seconds of compute in `time_s`.
-        compute_from: Whose word that is: the model's (`predicted`) or the compiler's own estimate
-            (`compiler`).
+        compute_from: Provenance of `compute_s`: the model (`predicted`) or the compiler's own
+            estimate (`compiler`).
         level: How far the compiler optimised: `quick` is good for memory and a ranking, `full` is
             what would run.
     """
@@ -97,8 +98,7 @@ class CompiledEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Outcome of comparing outputs: the largest error over all leaves, relative to each leaf's own
-    tolerance.
+    """Outcome of comparing outputs: the leaf with the largest error for its own tolerance.
 
     Attributes:
         max_abs_err: Largest absolute difference of any leaf.
@@ -143,11 +143,11 @@ class Candidate:
         key: Digest of the effective layout.
         status: How far it came.
         reason: Why it was rejected or not taken further.
-        predicted: The model's word.
-        partitioned: Shardy's word.
-        compiled: The compiled program's word.
-        verified: Comparison of outputs.
-        measured: The clock's word.
+        predicted: From the model.
+        partitioned: From Shardy's passes.
+        compiled: From the compiled program.
+        verified: From a comparison of outputs.
+        measured: From a clock.
     """
 
     name: str

@@ -1,13 +1,13 @@
-"""Collectives as evidence: what one device sends, whoever says so (Shardy's output or the compiled
-program).
+"""Collectives as evidence: what one device sends, by Shardy's output or the compiled program.
 
-`partition` and `hlo` each return a tuple of `CollectiveOp`, one per collective instruction;
-`summarise` folds them into a few `Collective`s for people and tables. Bytes follow one rule
-everywhere, the ring of Thakur, Rabenseifner, Gropp (2005): see `ring_bytes`.
+`shardy.partition` and `compiler.hlo_collectives` each return a tuple of `CollectiveOp`, one per
+collective instruction; `summarise` folds them into a few `Collective`s for people and tables. Bytes
+follow one rule everywhere, the ring of Thakur, Rabenseifner, Gropp (2005): see `ring_bytes`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,7 +49,8 @@ class CollectiveOp:
             shard_map (`f32[16,16]`), else the global one (`tensor<8x16xf32>`).
         source: `file.py:line` of the user's code, or "".
         op_name: The name stack (`jit(step)/while/body/dot_general`), or "".
-        trip_count_known: False if some enclosing loop's trip count could not be read and counts as 1.
+        trip_count_known: False if some enclosing loop's trip count could not be read and counts as
+            1.
     """
 
     kind: str
@@ -85,8 +86,8 @@ def ring_bytes(kind: str, full_bytes: int, group_size: int) -> int:
     Returns:
         Bytes, rounded down.
 
-    >>> ring_bytes("all_gather", 1024, 4), ring_bytes("all_reduce", 1024, 4), ring_bytes("all_to_all", 1024, 4)
-    (768, 1536, 192)
+    >>> [ring_bytes(kind, 1024, 4) for kind in ("all_gather", "all_reduce", "all_to_all")]
+    [768, 1536, 192]
     """
     n = group_size
     if n <= 1:
@@ -104,12 +105,15 @@ def ring_bytes(kind: str, full_bytes: int, group_size: int) -> int:
 
 def summarise(ops: Iterable[CollectiveOp]) -> tuple[Collective, ...]:
     """One `Collective` per kind and set of axes, in the order of `KINDS`, then by axes."""
-    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    sent_bytes: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for op in ops:
-        count, sent = totals.get((op.kind, op.axes), (0, 0))
-        totals[op.kind, op.axes] = (count + op.trip_count, sent + op.total_bytes)
-    keys = sorted(totals, key=lambda key: (KINDS.index(key[0]), key[1]))
-    return tuple(Collective(kind, axes, *totals[kind, axes]) for kind, axes in keys)
+        counts[op.kind, op.axes] += op.trip_count
+        sent_bytes[op.kind, op.axes] += op.total_bytes
+    collectives = []
+    for kind, axes in sorted(counts, key=lambda key: (KINDS.index(key[0]), key[1])):
+        collectives.append(Collective(kind, axes, counts[kind, axes], sent_bytes[kind, axes]))
+    return tuple(collectives)
 
 
 def collective_bytes(ops: Iterable[CollectiveOp]) -> int:

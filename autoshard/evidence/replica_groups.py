@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Groups = NDArray[np.int64]
 """Device numbers, one group a row."""
 
+# [2,2]<=[2,2]T(1,0), and mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(1)2}
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\))? ?\{([^}]*)\}")
 _AXIS_REF = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
@@ -36,12 +37,12 @@ class MeshCoordinates:
     ) -> None:
         self.sizes = dict(mesh_axes)
         shape = tuple(self.sizes.values())
-        count = math.prod(shape)
-        ids = np.arange(count) if device_ids is None else np.asarray(device_ids).reshape(-1)
-        self._coordinates = {
-            int(device): tuple(int(c) for c in np.unravel_index(place, shape)) if shape else ()
-            for place, device in enumerate(ids)
-        }
+        ids = np.arange(math.prod(shape)) if device_ids is None else np.asarray(device_ids)
+        # [devices, mesh axes]: where each device lies in the mesh
+        points = np.stack(np.unravel_index(np.arange(ids.size), shape), axis=-1) if shape else [()]
+        self._coordinates: dict[int, tuple[int, ...]] = {}
+        for device, point in zip(ids.reshape(-1), points, strict=True):
+            self._coordinates[int(device)] = tuple(int(coordinate) for coordinate in point)
 
     @property
     def all_devices(self) -> Groups:
@@ -59,24 +60,26 @@ class MeshCoordinates:
         The part of an axis that is spanned may be a divisor of its size, when the program splits
         the axis into factors.
         """
-        found: tuple[str, ...] | None = None
-        for group in groups.tolist():
-            axes = self._grid(group)
-            if axes is None or (found is not None and axes != found):
-                return ()
-            found = axes
-        return found or ()
+        spanned: set[tuple[str, ...] | None] = {self._grid(group) for group in groups.tolist()}
+        axes = spanned.pop() if len(spanned) == 1 else None
+        return axes or ()
 
     def _grid(self, group: Sequence[int]) -> tuple[str, ...] | None:
+        """Mesh axes over which a group is a full grid; None if it is none."""
         if any(device not in self._coordinates for device in group):
             return None
         points = {self._coordinates[device] for device in group}
-        seen = [len({point[d] for point in points}) for d in range(len(self.sizes))]
-        if math.prod(seen) != len(points) or len(points) != len(group):
+        # By mesh axis: how many coordinates the group has there.
+        extents = [len(set(coordinates)) for coordinates in zip(*points, strict=True)]
+        if not len(group) == len(points) == math.prod(extents):
             return None
-        if any(size % part for part, size in zip(seen, self.sizes.values(), strict=True)):
-            return None
-        return tuple(axis for axis, part in zip(self.sizes, seen, strict=True) if part > 1)
+        axes = []
+        for (axis, size), extent in zip(self.sizes.items(), extents, strict=True):
+            if size % extent:
+                return None
+            if extent > 1:
+                axes.append(axis)
+        return tuple(axes)
 
     def moved_along(self, pairs: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Mesh axes along which some source differs from its target, in mesh order; () if a device
@@ -86,10 +89,10 @@ class MeshCoordinates:
         for source, target in pairs:
             if source not in self._coordinates or target not in self._coordinates:
                 return ()
-            there = zip(
-                self.sizes, self._coordinates[source], self._coordinates[target], strict=True
-            )
-            moved.update(axis for axis, a, b in there if a != b)
+            before, after = self._coordinates[source], self._coordinates[target]
+            for axis, start, end in zip(self.sizes, before, after, strict=True):
+                if start != end:
+                    moved.add(axis)
         return self.ordered(sorted(moved))
 
 
@@ -98,6 +101,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(reshape: str, transpose: str | None) -> NDArray[np.int64]:
+    """Device numbers in XLA's iota form: counted up in a shape, then transposed."""
     shape = _numbers(reshape)
     grid = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     return grid.transpose(_numbers(transpose)) if transpose else grid
@@ -118,8 +122,9 @@ def parse_groups(text: str) -> Groups | None:
     [[0, 2], [1, 3]]
     """
     if text.startswith("{{"):
-        rows = [_numbers(row) for row in text[1 : text.index("}}") + 1].split("}") if _numbers(row)]
-        return np.array(rows, dtype=np.int64) if len({len(row) for row in rows}) == 1 else None
+        rows = [row for row in map(_numbers, text[: text.index("}}")].split("}")) if row]
+        same_size = len({len(row) for row in rows}) == 1
+        return np.array(rows, dtype=np.int64) if same_size else None
     if match := _IOTA.match(text):
         return _iota(match[2], match[3]).reshape(_numbers(match[1]))
     if match := _MESH.match(text):
@@ -130,23 +135,29 @@ def parse_groups(text: str) -> Groups | None:
 def _mesh_groups(axes_text: str, devices_text: str | None, spanned_text: str) -> Groups:
     """Groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(1)2}`."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes_text)}
-    devices = np.arange(math.prod(sizes.values()), dtype=np.int64)
-    if devices_text is not None:
-        transposed = _TRANSPOSED.fullmatch(devices_text)
-        if transposed and math.prod(_numbers(transposed[1])) == devices.size:
-            devices = _iota(*transposed.groups())
-        else:
-            devices = np.array(_numbers(devices_text), dtype=np.int64)
-    spanned = {
-        name: (int(pre or 1), int(size or sizes[name]))
-        for name, pre, size in _AXIS_REF.findall(spanned_text)
-    }
+    # By mesh axis: how many parts lie before each spanned one (its stride), and the spanned size.
+    spanned: dict[str, tuple[int, int]] = {}
+    for name, before, size in _AXIS_REF.findall(spanned_text):
+        spanned[name] = int(before or 1), int(size or sizes[name])
+
+    # Each mesh axis becomes three dimensions: before, in, and after the part that is spanned.
     shape: list[int] = []
     inside: list[int] = []
     for name, full in sizes.items():
-        pre, size = spanned.get(name, (full, 1))
+        before, size = spanned.get(name, (full, 1))
         inside.append(len(shape) + 1)
-        shape += [pre, size, full // (pre * size)]
+        shape += [before, size, full // (before * size)]
     outside = [d for d in range(len(shape)) if d not in inside]
     group_size = math.prod(shape[d] for d in inside)
+    devices = _mesh_devices(math.prod(sizes.values()), devices_text)
     return devices.reshape(shape).transpose(outside + inside).reshape(-1, group_size)
+
+
+def _mesh_devices(count: int, text: str | None) -> NDArray[np.int64]:
+    """The device numbers of a mesh in row-major order, from its `device_ids` if it states them."""
+    if text is None:
+        return np.arange(count, dtype=np.int64)
+    transposed = _TRANSPOSED.fullmatch(text)
+    if transposed and math.prod(_numbers(transposed[1])) == count:
+        return _iota(*transposed.groups())
+    return np.array(_numbers(text), dtype=np.int64)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from autoshard.errors import ArgumentError
 
+NO_TIME_S = 1e-30
+"""Seconds of a step that takes none, so that its throughput is a number: an empty function is
+predicted to take 0 s. Far below any time that is meant; no test depends on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
@@ -14,10 +18,10 @@ class Throughput:
 
     Attributes:
         step_s: Seconds of the step.
-        compute_s: Seconds of its work.
+        compute_s: Seconds of its computation.
         comm_s: Seconds of its collectives; what overlaps is in both.
         alone_s: Seconds of the step on one such device.
-        samples_per_step: How many samples a step has, where somebody said so.
+        samples_per_step: How many samples a step has, where the user said so.
     """
 
     step_s: float
@@ -28,8 +32,8 @@ class Throughput:
 
     @property
     def efficiency(self) -> float:
-        """Share of work in work and communication: `T_calc / (T_calc + T_comm)`; 1 where neither
-        takes any time.
+        """Share of computation in computation and communication: `T_calc / (T_calc + T_comm)`; 1
+        where neither takes any time.
 
         >>> Throughput(step_s=0.5, compute_s=0.375, comm_s=0.125, alone_s=1.5).efficiency
         0.75
@@ -47,10 +51,12 @@ class Throughput:
         return self.alone_s / self.step_s if self.step_s else 1.0
 
     def per_s(self, step_s: float | None = None) -> Iterator[tuple[str, float]]:
-        """Steps a second, and samples where it is known how many a step has; of another word on the
-        step's seconds.
+        """Steps a second, and samples where it is known how many a step has.
+
+        Args:
+            step_s: Seconds of the step from elsewhere (compiled, measured); by default as here.
         """
-        seconds = max(self.step_s if step_s is None else step_s, 1e-30)
+        seconds = max(self.step_s if step_s is None else step_s, NO_TIME_S)
         yield "steps", 1 / seconds
         if self.samples_per_step is not None:
             yield "samples", self.samples_per_step / seconds

@@ -34,12 +34,13 @@ LOST = 70
 """Exit code of a process that lost the others of its group (EX_SOFTWARE of sysexits.h)."""
 
 LIMIT_S = 600.0
-"""How long a process waits for another's answer. Chosen by hand: they differ by what is compiled and
-loaded, minutes at most; tests set their own."""
+"""How long a process waits for another's answer. Chosen by hand: they differ by what is compiled
+and loaded, minutes at most; tests set their own."""
 
 GRACE_S = 60.0
 """How much longer a program may run on the devices once another process is known to have failed in
-the operation. Chosen by hand: long against a program's run, which may end well; tests set their own."""
+the operation. Chosen by hand: long against a program's run, which may end well; tests set their
+own."""
 
 POLL_S = 1.0
 """How often what others announced is looked up while a value is waited for. Chosen by hand: a

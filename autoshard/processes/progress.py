@@ -1,4 +1,4 @@
-"""Progress of long work: a live line on a terminal, plain lines elsewhere, nothing if not wanted.
+"""Progress of a search: a live line on a terminal, plain lines elsewhere, nothing if not wanted.
 
 It writes to a duplicate of standard error: while a candidate compiles, file descriptor 2 itself is
 captured to read the partitioner's warnings.
@@ -24,11 +24,11 @@ class Progress:
         Args:
             enabled: Whether to say anything.
             interrupts: Checked at every step, so that a Ctrl-C whose exception was lost still ends
-                the work.
+                the search.
         """
         self._interrupts = interrupts
         self._console: Console | None = None
-        self._status: Status | None = None
+        self._line: Status | None = None
         self._enabled = enabled
 
     def __enter__(self) -> Progress:
@@ -36,8 +36,8 @@ class Progress:
             self._file = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
             self._console = Console(file=self._file, highlight=False, markup=False)
             if self._console.is_terminal:
-                self._status = self._console.status("autoshard")
-                self._status.start()
+                self._line = self._console.status("autoshard")
+                self._line.start()
         return self
 
     def __exit__(
@@ -46,8 +46,8 @@ class Progress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._line is not None:
+            self._line.stop()
         if self._console is not None:
             self._file.close()
             self._console = None
@@ -57,14 +57,14 @@ class Progress:
         if self._console is not None:
             self._console.print(f"autoshard: {text}", soft_wrap=True)
 
-    def doing(self, text: str, standing: str = "") -> None:
-        """What is going on now: the live line on a terminal, else nothing (stages are said).
+    def doing(self, text: str, status: str = "") -> None:
+        """What is going on now: the live line on a terminal, else nothing (`say` says the stages).
 
         Args:
             text: The stage.
-            standing: How the search stands.
+            status: Of the search, such as the best so far.
         """
         if self._interrupts is not None:
             self._interrupts.check()
-        if self._status is not None:
-            self._status.update(f"autoshard: {text}" + (f" [{standing}]" if standing else ""))
+        if self._line is not None:
+            self._line.update(f"autoshard: {text}" + (f" [{status}]" if status else ""))

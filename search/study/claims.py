@@ -1,4 +1,4 @@
-"""Claims on tasks and their results, as a study's trials state them. What they mean is in `task_queue`."""
+"""Claims on tasks and their results, as trials of a study; what they mean is in `task_queue`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ WITHDRAWN = "withdrawn"
 """Another worker holds the task."""
 
 RECORD_PART_CHARS = 60_000
-"""Characters of a record in one attribute. MySQL's TEXT holds 65,535 bytes, and records are ASCII (`json.dumps`);
-`test_the_first_value_of_a_name_stays` writes one of several parts."""
+"""Characters of a record in one attribute. MySQL's TEXT holds 65,535 bytes, and records are ASCII
+(`json.dumps`); `test_the_first_value_of_a_name_stays` writes one of several parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _parsed(task: str) -> TaskId | None:
 
 
 def _claim_attribute(trial: FrozenTrial) -> tuple[TaskId, dict[str, Any]] | None:
-    """The task and the fields of a claim as they are written; None for a trial that is something else."""
+    """The task and the written fields of a claim; None for a trial that is something else."""
     written = trial.user_attrs.get(CLAIM)
     if not isinstance(written, dict) or written.keys() != _FIELDS:
         return None
@@ -107,7 +107,7 @@ class Claims:
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial]) -> Claims:
-        """Reads the trials of a study, in the order of their numbers: of two claims the first one holds."""
+        """Reads the trials of a study, in the order of their numbers: of two claims the first holds."""
         results: dict[TaskId, FrozenTrial] = {}
         unfinished: dict[TaskId, FrozenTrial] = {}
         deaths: Counter[TaskId] = Counter()

@@ -33,7 +33,7 @@ package = types.ModuleType("autoshard")
 package.__path__ = [sys.argv.pop(1)]
 sys.modules["autoshard"] = package
 """
-"""Makes `autoshard.search` importable alone: autoshard itself imports jax, which takes most of a start."""
+"""Makes `autoshard.search` importable alone: importing jax would take most of a start."""
 
 PROGRAM = WITHOUT_JAX + "from autoshard.search.study.heartbeat import main; main()"
 

@@ -20,11 +20,12 @@ from optuna.storages.journal import BaseJournalBackend, JournalFileSymlinkLock
 log = logging.getLogger("autoshard.jobs")
 
 LOCK_GRACE_S = 15
-"""A lock whose holder wrote nothing for this long was left by one that was killed; writing takes
-milliseconds."""
+"""A lock whose holder wrote nothing for this long was left by one that was killed. Chosen by hand:
+writing takes milliseconds, and Optuna warns below a few seconds; tests of killed workers set 1."""
 
 FILE_MODE = 0o660
-"""Of a new journal, less the umask: never open to others."""
+"""Of a new journal, less the umask: never open to others. `test_a_journal_is_not_open_to_others`
+checks it."""
 
 
 class Journal(BaseJournalBackend):
@@ -59,12 +60,13 @@ class Journal(BaseJournalBackend):
                     yield record
 
     def _record(self, line: bytes) -> dict[str, Any] | None:
+        """The record in a line; None, with a warning, where there is none."""
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and isinstance(found.get("op_code"), int):
-            return found
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("op_code"), int):
+            return record
         if line.strip():
             log.warning(
                 "%s: skipped a broken record at byte %d (%d bytes)",
@@ -81,17 +83,17 @@ class Journal(BaseJournalBackend):
         try:
             self._append(text)
         finally:
-            # Where the lock was taken for a dead one's meanwhile, it is not ours to release any
-            # more.
+            # Where it was taken for a dead process's lock meanwhile, it is not ours to release.
             with contextlib.suppress(RuntimeError):
                 self._lock.release()
 
     def _append(self, text: bytes) -> None:
+        # Unbuffered: what was written has to be known, so that it can be taken back.
         with open(self._path, "r+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             if end:
                 file.seek(end - 1)
-                if file.read(1) != b"\n":
+                if file.read(1) != b"\n":  # a record that was cut short
                     text = b"\n" + text
             written = 0
             try:

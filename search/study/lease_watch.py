@@ -11,8 +11,9 @@ from autoshard.search.study.claims import claim_of
 from autoshard.search.study.heartbeat import HEARTBEAT
 
 LEASE_S = 60.0
-"""Seconds without a heartbeat after which a claim is stale, where a job says nothing else. Chosen by
-hand: long against the hiccups of a storage, short against the hours of a job. Tests set their own."""
+"""Seconds without a heartbeat after which a claim is stale, where a job says nothing else. Chosen
+by hand: long against the hiccups of a storage, short against the hours of a job. Tests set their
+own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class _Seen:
 
 @dataclass(eq=False)
 class LeaseWatch:
-    """When each claim's heartbeat last changed, by the clock of this process: no two clocks are compared."""
+    """When each claim's heartbeat last changed, by the clock of this process alone."""
 
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked_s: float = 0.0
@@ -33,8 +34,9 @@ class LeaseWatch:
     def stale(self, claims: Iterable[FrozenTrial], now_s: float) -> list[FrozenTrial]:
         """The claims whose heartbeat has not changed for their lease, with this process looking on.
 
-        While the storage was away no heartbeat could be written, so time in which nobody looked does
-        not count.
+        Heartbeats are only compared with earlier ones, never with a clock: those of two hosts may
+        differ. While the storage was away none could be written, so time in which nobody looked
+        does not count.
 
         Args:
             claims: That hold a task.

@@ -24,17 +24,18 @@ class MachineLock:
         """Takes it if it is free; False where another process holds it."""
         if self._file is not None:
             return True
-        opened = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # The folder is anybody's to write to: no link is followed, and nobody else may open it.
+        file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(opened)
+            os.close(file)
             return False
-        self._file = opened
+        self._file = file
         return True
 
     def release(self) -> None:
-        """Gives it back, if it is held."""
+        """Releases it, if it is held."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

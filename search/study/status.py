@@ -70,7 +70,6 @@ def status_of(queue: TaskQueue, now_s: float | None = None) -> StudyStatus:
     now_s = time.time() if now_s is None else now_s
     claims = queue.read()
     candidates = _candidates(claims)
-    rejected = [candidate for candidate in candidates.values() if candidate.rejected]
     wanted = _wanted(claims)
     compilations = [task_id for task_id in claims.results if task_id.kind in COMPILATIONS]
     evaluated = {task_id.key for task_id in compilations}
@@ -81,7 +80,7 @@ def status_of(queue: TaskQueue, now_s: float | None = None) -> StudyStatus:
         wanted=len(wanted),
         running=tuple(_running(trial, now_s) for trial in claims.live.values()),
         best=_best(candidates),
-        rejected=tuple((c.name, c.reason.splitlines()[0]) for c in rejected),
+        rejected=_rejected(candidates),
         per_hour=per_hour,
         left_s=left / per_hour * 3600 if per_hour and wanted else None,
         deaths=claims.deaths.total(),
@@ -106,6 +105,11 @@ def _candidates(claims: Claims) -> dict[str, Candidate]:
     return candidates
 
 
+def _rejected(candidates: Mapping[str, Candidate]) -> tuple[tuple[str, str], ...]:
+    rejected = [candidate for candidate in candidates.values() if candidate.rejected]
+    return tuple((candidate.name, candidate.reason.splitlines()[0]) for candidate in rejected)
+
+
 def _best(candidates: Mapping[str, Candidate]) -> Candidate | None:
     compiled = [c for c in candidates.values() if not c.rejected and c.compiled is not None]
     measured = [c for c in compiled if c.measured is not None]
@@ -126,7 +130,7 @@ def _running(trial: StudyTrial, now_s: float) -> Running:
 
 
 def _per_hour(done: Sequence[StudyTrial]) -> float:
-    """Evaluations an hour, from the ends of those of the last hour; 0 where there is no pace yet."""
+    """Evaluations an hour, by those of the last hour; 0 where there is no pace yet."""
     ends = sorted(t.datetime_complete.timestamp() for t in done if t.datetime_complete is not None)
     recent = [end for end in ends if ends[-1] - end <= PACE_WINDOW_S]
     if len(recent) < 2 or recent[-1] == recent[0]:

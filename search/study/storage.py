@@ -1,7 +1,6 @@
-"""Opens the storage of a study: a journal file, SQLite, PostgreSQL or MySQL, or Optuna's gRPC
-proxy.
+"""Opens the storage of a study: a journal file, a database, or Optuna's gRPC proxy.
 
-A storage that is away for a while is waited for. Passwords are cut out of everything that is said.
+A storage that is away for a while is waited for. Passwords are cut out of every message.
 """
 
 from __future__ import annotations
@@ -26,20 +25,32 @@ from autoshard.search.study.journal import FILE_MODE, Journal
 log = logging.getLogger("autoshard.jobs")
 
 PATIENCE_S = 600.0
-"""How long a storage may be away before a worker gives up; restarts of database servers take
-minutes at most."""
+"""How long a storage may be away before a worker gives up. Chosen by hand: restarts of database
+servers take minutes at most; tests set their own."""
+
+FIRST_PAUSE_S = 0.1
+"""Before a storage that is away is asked again; doubled each time. Chosen by hand."""
 
 LONGEST_PAUSE_S = 5.0
+"""Between two tries, at the longest. Chosen by hand: a worker is back soon after its storage is."""
+
+REASON_CHARS = 300
+"""What a server says is cut here in messages: drivers add the statement that failed. Chosen by
+hand; no test depends on it."""
 
 HOPELESS = re.compile(
-    r"authentication failed|no password supplied|database .* does not exist|logical axis .* does not exist"
+    r"authentication failed|no password supplied|(?:database|role) .* does not exist"
 )
-"""What a server says that will say the same later."""
+"""What a server says that will say the same later (PostgreSQL's words)."""
 
-FORMS = "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/database or grpc://host:port"
+FORMS = (
+    "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/database or "
+    "grpc://host:port"
+)
 
 NETWORK_FILE_SYSTEMS = re.compile(
-    r"nfs|cifs|smb|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|panfs|orangefs|pvfs|fuse\.(sshfs|glusterfs|ceph|s3fs|juicefs)"
+    r"nfs|cifs|smb|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|panfs|orangefs|pvfs|"
+    r"fuse\.(sshfs|glusterfs|ceph|s3fs|juicefs)"
 )
 """Types in /proc/mounts on which the locks that SQLite relies on are broken or missing
 (sqlite.org/faq.html#q5)."""
@@ -60,8 +71,7 @@ def without_password(text: str) -> str:
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that a path is on, as Linux names it; empty where that cannot be
-    known.
+    """Type of the file system that a path is on, as Linux names it; "" where that cannot be said.
 
     Args:
         path: Need not exist.
@@ -72,15 +82,15 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
             mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-    place, best, kind = str(path.resolve()), "", ""
+    place, longest, kind = str(path.resolve()), "", ""
     for line in mounts.splitlines():
         fields = line.split()
         if len(fields) < 3:
             continue
         point = fields[1].replace("\\040", " ")
         inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fields[2]
+        if inside and len(point) >= len(longest):  # of two at one point, the later hides the other
+            longest, kind = point, fields[2]
     return kind
 
 
@@ -104,28 +114,26 @@ def open_storage(
     if scheme == "grpc":
         return _open_proxy(where, patience_s)
     if not scheme or scheme == "journal":
-        return _open_journal(
-            Path(where.removeprefix("journal://").removeprefix("journal:")), patience_s
-        )
+        path = where.removeprefix("journal://").removeprefix("journal:")
+        return _open_journal(Path(path), patience_s)
     if scheme.startswith("sqlite"):
         _check_sqlite(where, mounts)
     elif not scheme.startswith(("postgresql", "mysql")):
         raise StudyError(f"storage {without_password(where)!r} has no known form. Write {FORMS}.")
-    if scheme == "postgresql":
+    if scheme == "postgresql":  # SQLAlchemy's default for it is psycopg2, which is another package
         where = where.replace("postgresql://", "postgresql+psycopg://", 1)
+    what = f"storage {without_password(where)}"
     try:
-        return patiently(
-            lambda: optuna.storages.get_storage(where),
-            patience_s,
-            f"storage {without_password(where)}",
-        )
-    except (ImportError, ValueError) as error:
-        text = without_password(str(error))
-        if isinstance(error, ImportError):
-            raise ExtraError(
-                f"no driver for {scheme}: {text}. Run: pip install 'autoshard[postgres]'."
-            ) from None
-        raise StudyError(f"storage {without_password(where)!r}: {text}. Write {FORMS}.") from None
+        return patiently(lambda: optuna.storages.get_storage(where), patience_s, what)
+    except ImportError as error:
+        raise ExtraError(
+            f"no driver for {scheme}: {without_password(str(error))}. "
+            f"Run: pip install 'autoshard[postgres]'."
+        ) from None
+    except ValueError as error:
+        raise StudyError(
+            f"storage {without_password(where)!r}: {without_password(str(error))}. Write {FORMS}."
+        ) from None
 
 
 def _open_proxy(where: str, patience_s: float) -> BaseStorage:
@@ -169,17 +177,15 @@ def _check_sqlite(where: str, mounts: str | None) -> None:
     if NETWORK_FILE_SYSTEMS.match(kind):
         raise StudyError(
             f"{where} is on a network file system ({kind}), where SQLite's locks do not work and "
-            f"the study would be "
-            f"damaged. Use journal:{path.with_suffix('.log')}, which is made for that, or postgresql://."
+            f"the study would be damaged. Use journal:{path.with_suffix('.log')}, which is made "
+            f"for that, or postgresql://."
         )
-    if path.parent.is_dir() and not path.exists():
+    if path.parent.is_dir() and not path.exists():  # SQLite itself would leave it open to others
         os.close(os.open(path, os.O_CREAT, FILE_MODE))
 
 
 def is_away(error: BaseException) -> bool:
-    """True for errors that pass: no connection, a full disk, a lock held by another, a server that
-    restarts.
-    """
+    """True for errors that pass: no connection, a full disk, a lock of another, a restart."""
     if isinstance(error, OSError | StorageInternalError):
         return not isinstance(error, PermissionError | IsADirectoryError | ModuleNotFoundError)
     module = type(error).__module__.split(".")[0]
@@ -194,37 +200,45 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
     Raises:
         StudyError: If it stays away for longer than `patience_s`.
     """
-    start, pause_s = time.monotonic(), 0.1
+    start_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
         try:
             answer = ask()
         except (UpdateFinishedTrialError, DuplicatedStudyError):
-            raise
+            raise  # answers, not failures
         except Exception as error:
             if not is_away(error):
                 raise
-            away_s = time.monotonic() - start
-            reason = without_password(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
-            if HOPELESS.search(reason):
-                raise StudyError(
-                    f"{what} refuses: {reason}. Check the user, password and database."
-                ) from None
-            if away_s > patience_s:
-                raise StudyError(
-                    f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is "
-                    f"kept; "
-                    f"start the worker again once the storage is back."
-                ) from None
-            if pause_s == 0.1:
+            reason = without_password(" ".join(f"{type(error).__name__}: {error}".split()))
+            reason = reason[:REASON_CHARS]
+            _check_hope(what, reason, time.monotonic() - start_s, patience_s)
+            if pause_s == FIRST_PAUSE_S:
                 log.warning(
                     "%s is away, asking again for up to %.0f s (%s)", what, patience_s, reason
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
-            if pause_s > 0.1:
-                log.info("%s is back after %.1f s", what, time.monotonic() - start)
+            if pause_s > FIRST_PAUSE_S:
+                log.info("%s is back after %.1f s", what, time.monotonic() - start_s)
             return answer
+
+
+def _check_hope(what: str, reason: str, away_s: float, patience_s: float) -> None:
+    """Gives up a storage that refuses, or has been away for too long.
+
+    Raises:
+        StudyError: If there is no hope.
+    """
+    if HOPELESS.search(reason):
+        raise StudyError(
+            f"{what} refuses: {reason}. Check the user, password and database."
+        ) from None
+    if away_s > patience_s:
+        raise StudyError(
+            f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is kept; "
+            f"start the worker again once the storage is back."
+        ) from None
 
 
 def study_id_of(

@@ -1,15 +1,15 @@
 """Names of a study's tasks: typed in the program, text only in the storage.
 
-| written                      | what is recorded under it                                            |
-|------------------------------|----------------------------------------------------------------------|
-| `quick KEY`                  | a candidate, compiled quickly for a target                           |
-| `compile KEY`                | a candidate, compiled                                                |
-| `full KEY`                   | a candidate, compiled for a target as it would run                   |
-| `verify KEY`                 | a candidate, its outputs compared with a reference                   |
-| `measure DIGEST [NONCE]`     | candidates that were measured against each other                     |
-| `choice PURPOSE N SETTINGS`  | keys of the candidates that were chosen for a purpose the Nth time   |
-| `propose SETTINGS`           | the proposals                                                        |
-| `identity`                   | what the study is for                                                |
+| written                      | what is recorded under it                                         |
+|------------------------------|-------------------------------------------------------------------|
+| `quick KEY`                  | a candidate, compiled quickly for a target                        |
+| `compile KEY`                | a candidate, compiled                                             |
+| `full KEY`                   | a candidate, compiled for a target as it would run                |
+| `verify KEY`                 | a candidate, its outputs compared with a reference                |
+| `measure DIGEST [NONCE]`     | candidates that were measured against each other                  |
+| `choice PURPOSE N SETTINGS`  | keys of the candidates chosen for a purpose the Nth time          |
+| `propose SETTINGS`           | the proposals                                                     |
+| `identity`                   | what the study is for                                             |
 """
 
 from __future__ import annotations

@@ -242,43 +242,43 @@ class TaskQueue:
         outrun = False
         while True:
             claims = self.read()
-            left = [task_id for task_id in tasks if task_id not in claims.results]
+            left = {
+                task_id: task for task_id, task in tasks.items() if task_id not in claims.results
+            }
             if not left or stop():
-                done = [task_id for task_id in tasks if task_id in claims.results]
-                return {task_id: claims.record(task_id) for task_id in done}
+                return {task_id: claims.record(task_id) for task_id in tasks if task_id not in left}
 
             self._free_stale(claims)
-            free = self._free(tasks, left, claims)
-            if outrun and free:  # several workers start at once; spread out
-                free.insert(0, random.choice(free))
-            task_id = self._first_startable(tasks, free)
+            task_id = self._startable(left, claims, spread_out=outrun)
             if task_id is None:
-                self._wait(claims, [tasks[task_id] for task_id in left])
+                self._wait(claims, list(left.values()))
                 continue
-
             try:
-                outrun = not self._attempt(task_id, tasks[task_id], claims.deaths[task_id])
+                outrun = not self._attempt(task_id, left[task_id], claims.deaths[task_id])
             finally:
                 self._lock.release()
 
-    def _free(
-        self, tasks: Mapping[TaskId, Task], left: Sequence[TaskId], claims: Claims
-    ) -> list[TaskId]:
-        """Of the tasks that are left, those that nobody holds and this worker can do."""
-        free = []
-        for task_id in left:
-            if task_id not in claims.live and tasks[task_id].capability in self.capabilities:
-                free.append(task_id)
-        return free
-
-    def _first_startable(
-        self, tasks: Mapping[TaskId, Task], free: Sequence[TaskId]
+    def _startable(
+        self, left: Mapping[TaskId, Task], claims: Claims, *, spread_out: bool
     ) -> TaskId | None:
-        """The first task that may start now, with the machine's lock taken if it measures."""
+        """The first task that may start here now, with the machine's lock taken if it measures.
+
+        Args:
+            left: What has no result yet, the most urgent first.
+            claims: Which of them others hold.
+            spread_out: Try any of them first: another worker has just taken the most urgent one,
+                as happens where several start at once.
+        """
+        free = []
+        for task_id, task in left.items():
+            if task_id not in claims.live and task.capability in self.capabilities:
+                free.append(task_id)
+        if spread_out and free:
+            free.insert(0, random.choice(free))
         for task_id in free:
             # A search of its own waits for nobody: whoever starts two at once on a machine is
             # told by the clock.
-            if self.alone or tasks[task_id].capability != "measure" or self._lock.take():
+            if self.alone or left[task_id].capability != "measure" or self._lock.take():
                 return task_id
         return None
 
