@@ -73,8 +73,10 @@ class CostTables:
         self._equation_classes = len(classes.equation_classes)
         self._groups = _groups(classes, context.columns, placements)
         self._count = 0
-        # with room for more rows: [rows] seconds; [rows, slots] collectives and their bytes
-        self._compute_s, self._comm_s = np.zeros(0), np.zeros(0)
+        # with room for more rows: [rows] seconds
+        self._compute_s = np.zeros(0)
+        self._comm_s = np.zeros(0)
+        # likewise: [rows, slots] collectives, their bytes, and those that one device sends
         self._calls = np.zeros((0, self.slots.count))
         self._full_bytes = np.zeros((0, self.slots.count))
         self._sent_bytes = np.zeros((0, self.slots.count))
@@ -133,19 +135,20 @@ class CostTables:
     def _compute(self, index: Index, new: Sequence[tuple[ClassGroup, Array]]) -> None:
         """Computes new rows: all classes of their groups at once."""
         known = self._count
-        number, row, layout = _classes_of_rows(new, known)
+        number, row, layout = _classes_of_rows(new, known)  # [n] each
         self._count += sum(len(first) for _, first in new)
         self._make_room()
 
         temporaries = []
-        is_equation = number < self._equation_classes
-        for some, table, first in (
-            (np.flatnonzero(is_equation), self._equations, 0),
-            (np.flatnonzero(~is_equation), self._values, self._equation_classes),
-        ):
-            if len(some):
-                costs = table.costs(number[some] - first, index[layout[some]])
-                temporaries.append(self._add(costs, row[some]))
+        equations = np.flatnonzero(number < self._equation_classes)
+        if len(equations):
+            costs = self._equations.costs(number[equations], index[layout[equations]])
+            temporaries.append(self._add(costs, row[equations]))
+        values = np.flatnonzero(number >= self._equation_classes)
+        if len(values):
+            value_class = number[values] - self._equation_classes
+            costs = self._values.costs(value_class, index[layout[values]])
+            temporaries.append(self._add(costs, row[values]))
 
         added = slice(known, self._count)
         latency_s = self._calls[added] @ self.slots.latency_s
@@ -154,6 +157,7 @@ class CostTables:
 
     def _add(self, costs: ClassCosts, row: Array) -> Temporaries:
         """Adds costs of [n] classes to their rows, and returns their temporaries by row."""
+        # np.add.at: several classes share a row
         np.add.at(self._compute_s, row, costs.compute_s)
         owner, slot, full_bytes = costs.collectives.arrays()
         if len(owner):
@@ -168,7 +172,8 @@ class CostTables:
         if self._count <= len(self._compute_s):
             return
         room = max(self._count, 2 * len(self._compute_s), 256)
-        self._compute_s, self._comm_s = _grown(self._compute_s, room), _grown(self._comm_s, room)
+        self._compute_s = _grown(self._compute_s, room)
+        self._comm_s = _grown(self._comm_s, room)
         self._calls = _grown(self._calls, room)
         self._full_bytes = _grown(self._full_bytes, room)
         self._sent_bytes = _grown(self._sent_bytes, room)
@@ -196,13 +201,16 @@ def _groups(
     Classes of equations are numbered first, then those of values. A class whose columns another
     group has joins that.
     """
+    never_split = placements.columns - 1
     members: dict[frozenset[int], list[int]] = {}
     for number, needed in enumerate(_needed_columns(classes, columns)):
-        members.setdefault(needed - {placements.columns - 1}, []).append(number)
+        members.setdefault(needed - {never_split}, []).append(number)
+
     merged: dict[frozenset[int], list[int]] = {}
     for needed in sorted(members, key=lambda key: (-len(key), sorted(key))):
         home = next((larger for larger in merged if needed <= larger), needed)
         merged.setdefault(home, []).extend(members[needed])
+
     groups = []
     for needed, numbers in merged.items():
         group = ClassGroup(sorted(needed), np.array(numbers, dtype=np.int64), placements)

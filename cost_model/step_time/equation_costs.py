@@ -27,7 +27,7 @@ from autoshard.cost_model.program.applied_constraints import (
     Reader,
     look_up,
 )
-from autoshard.cost_model.program.equation_classes import EquationClass, Operand
+from autoshard.cost_model.program.equation_classes import EquationClass
 from autoshard.cost_model.step_time.collective_tables import ClassCosts, CollectiveBatch
 from autoshard.cost_model.step_time.halo_tables import TransposedExchanges
 from autoshard.cost_model.step_time.operand_tables import (
@@ -82,36 +82,68 @@ class EquationCosts:
         backend: Backend,
         classes: Sequence[EquationClass],
     ) -> None:
-        self._context = context
-        self._hardware = hardware
-        self._classes = classes
-        self._has_reduce_scatter = backend.has_reduce_scatter
-        eqns = [c.eqn for c in classes]
-        # [classes] each
-        self._runs = np.array([c.runs_per_call for c in classes])
-        self._flops = np.array([c.flops for c in classes])
-        self._flops_per_s = np.array([hardware.flops_per_s(_dtype(c)) for c in classes])
-        self._op_s = np.array([c.unfused_share * hardware.op_s for c in classes])
-        self._factors_column = np.array([context.columns.of_eqn(e) for e in eqns], dtype=np.int64)
-        self._copies = np.array([e.primitive in COPIES for e in eqns], dtype=bool)
-        combines = [context.rules[e.index].combine for e in eqns]
-        self._arg_reduces = np.array([c == ARG_REDUCTION for c in combines], dtype=bool)
-        # whether partial sums over different factors are added up one by one
-        anchors = [e.primitive in ANCHORS for e in eqns]
-        self._sums_by_factor = np.array(anchors, dtype=bool) & (not backend.folds_all_reduces)
-        # [classes, factors + 1]: whether a factor is reduced; the last is no factor
-        self._reduced = _reduced_factors(classes, context.max_factors)
+        """Prepares the arrays.
 
-        self._operands_of = Ragged([len(c.operands) for c in classes])
-        self._results_of = Ragged([len(c.results) for c in classes])
-        operands = [(c, operand) for c in classes for operand in c.operands]
-        results = [(c, result) for c in classes for result in c.results]
-        self._operands = _table(context, operands)
-        self._results = _table(context, results)
-        # [operands], [results]: how often their bytes go to or from memory
-        self._loads = np.array([operand.transfers for _, operand in operands])
-        self._writes = np.array([result.transfers for _, result in results])
-        self._transposed = TransposedExchanges(context, eqns)
+        Args:
+            context: The problem.
+            hardware: Rates of compute and memory.
+            backend: Whether there is a reduce_scatter, and how partial sums are added up.
+            classes: The classes, in the order of their numbers.
+        """
+        self._context = context
+        self._classes = classes
+        self._memory_bytes_per_s = hardware.memory_bytes_per_s
+        self._has_reduce_scatter = backend.has_reduce_scatter
+        self._prepare_classes(hardware, backend)
+        self._prepare_operands()
+        self._transposed = TransposedExchanges(context, [c.eqn for c in classes])
+
+    def _prepare_classes(self, hardware: Hardware, backend: Backend) -> None:
+        context, count = self._context, len(self._classes)
+        # [classes] each, of the class: runs per call, flops, rate, seconds beside the work
+        self._runs = np.zeros(count)
+        self._flops = np.zeros(count)
+        self._flops_per_s = np.zeros(count)
+        self._op_s = np.zeros(count)
+        # [classes] each: column of its factors, and what makes it special
+        self._factors_column = np.zeros(count, dtype=np.int64)
+        self._copies = np.zeros(count, dtype=bool)
+        self._arg_reduces = np.zeros(count, dtype=bool)
+        self._sums_by_factor = np.zeros(count, dtype=bool)
+        # [classes, factors + 1]: whether a factor is reduced; the last is no factor
+        self._reduced = np.zeros((count, context.max_factors + 1), dtype=bool)
+
+        for i, equation_class in enumerate(self._classes):
+            eqn = equation_class.eqn
+            self._runs[i] = equation_class.runs_per_call
+            self._flops[i] = equation_class.flops
+            self._flops_per_s[i] = hardware.flops_per_s(_dtype(equation_class))
+            self._op_s[i] = equation_class.unfused_share * hardware.op_s
+            self._factors_column[i] = context.columns.of_eqn(eqn)
+            self._copies[i] = eqn.primitive in COPIES
+            self._arg_reduces[i] = context.rules[eqn.index].combine == ARG_REDUCTION
+            # the partitioner adds the partial results of a contraction factor by factor
+            self._sums_by_factor[i] = eqn.primitive in ANCHORS and not backend.folds_all_reduces
+            for factor, kind in enumerate(equation_class.kinds):
+                self._reduced[i, factor] = kind is FactorKind.REDUCTION
+
+    def _prepare_operands(self) -> None:
+        operands, results = [], []
+        loads, writes = [], []
+        for equation_class in self._classes:
+            eqn = equation_class.eqn
+            for operand in equation_class.operands:
+                operands.append((operand.value, Reader(eqn, operand.factors)))
+                loads.append(operand.transfers)
+            for result in equation_class.results:
+                results.append((result.value, Reader(eqn, result.factors)))
+                writes.append(result.transfers)
+        self._operands_of = Ragged([len(c.operands) for c in self._classes])
+        self._results_of = Ragged([len(c.results) for c in self._classes])
+        self._operands = OperandTable(self._context, operands)
+        self._results = OperandTable(self._context, results)
+        # [operands], [results]: how often their bytes go to or from memory in a run
+        self._loads, self._writes = np.array(loads), np.array(writes)
 
     # Costs ----------------------------------------------------------------------------------------
 
@@ -126,10 +158,11 @@ class EquationCosts:
         read = self._read_bytes(number, index, computation)
         results = self._results_under(number, index, computation)
         compute_s = self._compute_s(number, computation, read, results)
+
         collectives = CollectiveBatch(self._context.specs)
         scattered = self._add_sums(collectives, results)
-        before, after = self._add_reshards(collectives, results)
-        temporaries = self._temporaries(number, results, scattered, before != after)
+        resharded = self._add_reshards(collectives, results)
+        temporaries = self._temporaries(number, results, scattered, resharded)
         return ClassCosts(compute_s, self._runs[number], collectives, temporaries)
 
     def _read_bytes(self, number: Array, index: Index, computation: Assignment) -> Floats:
@@ -165,24 +198,31 @@ class EquationCosts:
     ) -> Floats:
         """[n] seconds of compute, of all runs: a roofline."""
         specs = self._context.specs
-        split = specs.axis_set(results.computed.dims) | specs.axis_set(results.target.dims)
-        part = results.value_bytes // specs.shard_count[split]
-        # a copy is fused with what is cut from its result, and writes that only
-        written = np.where(self._copies[results.number], part, results.local)
-        traffic = _sum_by(results.owner, written * self._writes[results.entry], len(number))
-        traffic += self._read_for(number, read, _sum_by(results.owner, part, len(number)))
         devices = specs.shard_count[specs.axis_set(computation.dims)]
         arithmetic_s = self._flops[number] / devices / self._flops_per_s[number]
-        traffic_s = traffic / self._hardware.memory_bytes_per_s
+        traffic_s = self._traffic_bytes(number, read, results) / self._memory_bytes_per_s
         run_s = self._op_s[number] + np.maximum(arithmetic_s, traffic_s)
         compute_s: Floats = self._runs[number] * run_s
         return compute_s
 
-    def _read_for(self, number: Array, read: Floats, result: Floats) -> Floats:
-        """[n] bytes that classes read for results of so many: a copy reads only what is cut from
-        it.
-        """
-        return np.where(self._copies[number], np.minimum(read, result), read)
+    def _traffic_bytes(self, number: Array, read: Floats, results: _Results) -> Floats:
+        """[n] bytes that go to or from the memory of one device."""
+        specs = self._context.specs
+        computed_over = specs.axis_set(results.computed.dims)
+        stored_over = specs.axis_set(results.target.dims)
+        # [m]: bytes of the result that are left once it is sliced to its own spec
+        sliced = results.value_bytes // specs.shard_count[computed_over | stored_over]
+        # a copy is fused with the slice of its result: it writes, and reads, no more than that
+        written = np.where(self._copies[results.number], sliced, results.local)
+        written = written * self._writes[results.entry]
+        needed = _sum_by(results.owner, sliced, len(number))
+        traffic = _sum_by(results.owner, written, len(number))
+        traffic += self._read_for(number, read, needed)
+        return traffic
+
+    def _read_for(self, number: Array, read: Floats, needed: Floats) -> Floats:
+        """[n] bytes that classes read, of so many: a copy only those that its result needs."""
+        return np.where(self._copies[number], np.minimum(read, needed), read)
 
     def _local_bytes(self, value_bytes: Array, dims: Dims) -> Array:
         specs = self._context.specs
@@ -193,26 +233,32 @@ class EquationCosts:
 
     def _add_sums(self, collectives: CollectiveBatch, results: _Results) -> Array:
         """Adds the collectives of partial results; returns [m] the mesh axes of reduce_scatters."""
-        shard_count = self._context.specs.shard_count
+        specs = self._context.specs
         local, owner = results.local, results.owner
-        by_index = np.where(self._arg_reduces[results.number], results.partial_over, 0)
-        for bytes_ in (local, self._picked_bytes(results)):  # where each shard's best is, and what
-            collectives.add("all_gather", owner, by_index, bytes_ * shard_count[by_index])
 
-        added = results.partial_over & ~by_index
-        scattered = np.zeros_like(added)
+        # an arg-reduction gathers the best of each shard: where it is, and what it is
+        picked_over = np.where(self._arg_reduces[results.number], results.partial_over, 0)
+        shards = specs.shard_count[picked_over]
+        collectives.add("all_gather", owner, picked_over, local * shards)
+        collectives.add("all_gather", owner, picked_over, self._picked_bytes(results) * shards)
+
+        summed_over = results.partial_over & ~picked_over
+        scattered = np.zeros_like(summed_over)
         if self._has_reduce_scatter:
-            scattered = added & self._context.specs.axis_set(results.target.dims)
+            scattered = summed_over & specs.axis_set(results.target.dims)
+        reduced = summed_over & ~scattered
         for together in self._summed_together(results):
-            collectives.add("all_reduce", owner, added & ~scattered & together, local)
+            collectives.add("all_reduce", owner, reduced & together, local)
             collectives.add("reduce_scatter", owner, scattered & together, local)
         return scattered
 
     def _picked_bytes(self, results: _Results) -> Array:
-        """[m] local bytes of the values that an arg-reduction picks by the indices that it returns."""
+        """[m] local bytes of the values whose indices an arg-reduction returns; 0 for others."""
         picked = np.zeros_like(results.local)
-        for n in np.unique(results.number[self._arg_reduces[results.number]]).tolist():
-            eqn, same = self._classes[n].eqn, results.number == n
+        arg_reductions = results.number[self._arg_reduces[results.number]]
+        for number in np.unique(arg_reductions).tolist():
+            eqn = self._classes[number].eqn
+            same = results.number == number
             elements = results.local[same] // eqn.outputs[0].itemsize
             picked[same] = elements * eqn.inputs[0].itemsize
         return picked
@@ -229,28 +275,29 @@ class EquationCosts:
         for axis in range(axes):
             # [m, mesh axes]: those that split the same factor as this one
             same = (factors == factors[:, axis : axis + 1]) & (factors >= 0)
-            first = ~same[:, :axis].any(axis=1) & same.any(axis=1)
+            # [m]: whether this one is the first of them, for which the set stands
+            first = same.any(axis=1) & ~same[:, :axis].any(axis=1)
             own_set = np.where(first, same @ (1 << np.arange(axes)), 0)
             sets.append(np.where(by_factor, own_set, every if axis == 0 else 0))
         return sets
 
     # Results --------------------------------------------------------------------------------------
 
-    def _add_reshards(self, collectives: CollectiveBatch, results: _Results) -> tuple[Array, Array]:
-        """Adds what brings results to their own spec; returns [m] numbers of both specs."""
+    def _add_reshards(self, collectives: CollectiveBatch, results: _Results) -> Mask:
+        """Adds what brings results to their own spec; returns [m] whether that is another one."""
         specs = self._context.specs
         before, after = specs.number(results.computed), specs.number(results.target)
-        # a sum is sliced by the mesh axes that it went over, which is free
-        dims = np.where(results.partial, np.int8(-1), results.target.dims)
-        wanted = specs.number(Assignment(dims, results.target.order))
+        # along mesh axes that it was summed over, a result is whole: slicing it there is free
+        unsliced = np.where(results.partial, np.int8(-1), results.target.dims)
+        wanted = specs.number(Assignment(unsliced, results.target.order))
         collectives.add_reshards(results.owner, results.value_bytes, before, wanted)
         self._transposed.add(
             collectives, results.number, results.owner, results.factors, results.local
         )
-        return before, after
+        return np.asarray(before != after)
 
     def _temporaries(
-        self, number: Array, results: _Results, scattered: Array, moved: Mask
+        self, number: Array, results: _Results, scattered: Array, resharded: Mask
     ) -> Temporaries:
         """Results before the reshard, partial sums, and complete sums (see `temporaries`).
 
@@ -258,20 +305,21 @@ class EquationCosts:
             number: [n] the classes.
             results: Their m results.
             scattered: [m] mesh axes of reduce_scatters.
-            moved: [m] whether the result is brought to another spec.
+            resharded: [m] whether the result is brought to another spec.
         """
+        local = results.local
         partial = results.partial_over != 0
-        target = self._context.specs.axis_set(results.target.dims)
+        stored_over = self._context.specs.axis_set(results.target.dims)
         # summed whole, then sliced: the whole sum is there beside the partial one
-        sliced = partial & ((results.partial_over & target & ~scattered) != 0)
-        bytes_of_kind = (  # in the order of the memory columns
-            np.where(~partial & moved, results.local, 0),
-            np.where(partial, results.local * (1 + sliced), 0),
-            np.where(partial & ~sliced, results.local, 0),
-        )
+        sliced = partial & ((results.partial_over & stored_over & ~scattered) != 0)
+
+        before_reshard = np.where(~partial & resharded, local, 0)
+        partial_sums = np.where(partial, local * (1 + sliced), 0)
+        complete_sums = np.where(partial & ~sliced, local, 0)
         parts = []
-        for kind, local in enumerate(bytes_of_kind):
-            held = _sum_by(results.owner, local, len(number))
+        # in the order of the memory columns
+        for kind, local_bytes in enumerate((before_reshard, partial_sums, complete_sums)):
+            held = _sum_by(results.owner, local_bytes, len(number))  # [n]
             some = np.flatnonzero(held)
             column = number[some] + kind * len(self._classes)
             parts.append(Temporaries(some, column, held[some].astype(np.int64)))
@@ -285,7 +333,6 @@ class EquationCosts:
         Every class is split over every mesh axis that divides one of its factors.
         """
         placements = self._context.placements
-        devices = int(self._context.specs.shard_count[-1])
         every = np.arange(len(self._classes))
         shard_counts = []
         for equation_class in self._classes:
@@ -293,14 +340,16 @@ class EquationCosts:
             shard_counts.append(_most_shards(placements, column))
         arithmetic_s = self._flops / np.array(shard_counts) / self._flops_per_s
 
+        devices = int(self._context.specs.shard_count[-1])
         owner, entry = self._operands_of.of(every)
         local = self._operands.bytes[entry] // devices
         read = _sum_by(owner, local * self._loads[entry], len(every))
+
         owner, entry = self._results_of.of(every)
         local = self._results.bytes[entry] // devices
         traffic = _sum_by(owner, local * self._writes[entry], len(every))
         traffic += self._read_for(every, read, _sum_by(owner, local, len(every)))
-        traffic_s = traffic / self._hardware.memory_bytes_per_s
+        traffic_s = traffic / self._memory_bytes_per_s
         return float((self._runs * np.maximum(arithmetic_s, traffic_s)).sum())
 
 
@@ -316,26 +365,10 @@ def _most_shards(placements: Placements, column: int) -> int:
     return shards
 
 
-def _table(context: Context, operands: Sequence[tuple[EquationClass, Operand]]) -> OperandTable:
-    entries = []
-    for equation_class, operand in operands:
-        entries.append((operand.value, Reader(equation_class.eqn, operand.factors)))
-    return OperandTable(context, entries)
-
-
 def _dtype(equation_class: EquationClass) -> str:
     """The dtype whose rate an equation computes at."""
     results = equation_class.results
     return results[0].value.dtype if results else "float32"
-
-
-def _reduced_factors(classes: Sequence[EquationClass], max_factors: int) -> Mask:
-    """[classes, factors + 1] True where a factor is reduced; the last column is no factor."""
-    reduced = np.zeros((len(classes), max_factors + 1), dtype=bool)
-    for number, equation_class in enumerate(classes):
-        for factor, kind in enumerate(equation_class.kinds):
-            reduced[number, factor] = kind is FactorKind.REDUCTION
-    return reduced
 
 
 def _at(assignment: Assignment, positions: Array) -> Assignment:

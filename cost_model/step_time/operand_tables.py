@@ -1,4 +1,4 @@
-"""Operands, results and readers of classes as flat arrays, and the specs that equations ask of them.
+"""Operands, results and readers of classes as flat arrays, and the specs that they are wanted in.
 
 An equation's factors are split as first-fit says (its *computation sharding*). Each operand is
 wanted split as the factors that run over its dimensions, and each result comes out so.
@@ -75,17 +75,20 @@ class OperandTable:
         self._context = context
         count = len(entries)
         rank = max((len(reader.factors) for _, reader in entries), default=0)
-        columns = context.columns
         # [entries]: columns of the equation's factors, and of the value
-        self._factors_column = np.array([columns.of_eqn(r.eqn) for _, r in entries], dtype=np.int64)
-        self._value_column = np.array([columns.of_value(v) for v, _ in entries], dtype=np.int64)
-        self.bytes = np.array([value.bytes for value, _ in entries], dtype=np.int64)
+        self._factors_column = np.zeros(count, dtype=np.int64)
+        self._value_column = np.zeros(count, dtype=np.int64)
+        self.bytes = np.zeros(count, dtype=np.int64)
         # [entries, factors + 1]: dimension over which a factor runs, -1 for none; the last is none
         self._dim_of_factor = np.full((count, context.max_factors + 1), -1, dtype=np.int8)
-        # [entries, dimensions + 1]: sizes of the dimensions; which stay whole if they are left open
+        # [entries, dimensions + 1]: sizes of the dimensions; which of them the equation shifts, so
+        # that they are never left open (see `closed_dims`)
         self._sizes = np.ones((count, rank + 1), dtype=np.int64)
         self._closed = np.zeros((count, rank + 1), dtype=bool)
         for i, (value, (eqn, factors)) in enumerate(entries):
+            self._factors_column[i] = context.columns.of_eqn(eqn)
+            self._value_column[i] = context.columns.of_value(value)
+            self.bytes[i] = value.bytes
             closed = closed_dims(eqn.primitive, context.rules[eqn.index], factors)
             self._closed[i, sorted(closed)] = True
             self._sizes[i, : len(factors)] = value.shape
@@ -122,8 +125,12 @@ class OperandTable:
         spec = Assignment(dims, computation.order)
         opened = np.flatnonzero((computation.dims == OPEN).any(axis=1))
         if len(opened):
+            # [opened, mesh axes]: whether the equation shifts the dimension that it splits now
             closed = look_up(self._closed[entry[opened]], np.maximum(current.dims[opened], 0))
             spec = _inherit(spec, current, opened, ~closed)
+
+        # where a dimension has another size than the factor that runs over it (in a slice, a pad),
+        # mesh axes that divide the factor need not divide it
         uneven = np.flatnonzero(self._uneven[entry])
         if len(uneven):
             dims = spec.dims.copy()

@@ -18,6 +18,19 @@ import numpy as np
 
 from autoshard.cost_model.program.applied_constraints import Array
 
+_READER_BITS = 62
+"""Kinds of readers that are told apart: an int64 has 63 bits beside its sign. No test has a value
+that is read in so many ways."""
+
+
+def reader_bit(kind: int) -> int:
+    """The bit that stands for one kind of reader of a class of values.
+
+    Kinds beyond the first 62 share bits, so that their copies live as long as those of the kinds
+    that they share with.
+    """
+    return 1 << (kind % _READER_BITS)
+
 
 class Temporaries(NamedTuple):
     """Temporaries as arrays, one entry each.
@@ -31,12 +44,6 @@ class Temporaries(NamedTuple):
     owner: Array
     column: Array
     bytes: Array
-
-    @classmethod
-    def none(cls) -> Temporaries:
-        """No temporaries."""
-        empty = np.zeros(0, dtype=np.int64)
-        return cls(empty, empty, empty)
 
     @classmethod
     def joined(cls, parts: Sequence[Temporaries]) -> Temporaries:
@@ -53,7 +60,7 @@ class CopyColumns:
 
     Attributes:
         value_class: By column, the class of values.
-        readers: By column, a bit for each of the readers' kinds that share the copy.
+        readers: By column, the kinds of readers that share the copy (see `reader_bit`).
     """
 
     def __init__(self, equation_classes: int) -> None:

@@ -16,11 +16,7 @@ from autoshard.cost_model.program.equation_classes import ValueClass
 from autoshard.cost_model.step_time.collective_tables import ClassCosts, CollectiveBatch
 from autoshard.cost_model.step_time.halo_tables import HaloExchanges, Operands
 from autoshard.cost_model.step_time.operand_tables import Context, OperandTable, Ragged
-from autoshard.cost_model.step_time.temporaries import CopyColumns, Temporaries
-
-READER_BITS = 62
-"""Kinds of readers that are told apart by one bit each in an int64; those beyond share bits, so that
-their copies live as long as those of the kinds that they share with."""
+from autoshard.cost_model.step_time.temporaries import CopyColumns, Temporaries, reader_bit
 
 
 class ValueCosts:
@@ -29,16 +25,26 @@ class ValueCosts:
     def __init__(
         self, context: Context, classes: Sequence[ValueClass], copy_columns: CopyColumns
     ) -> None:
+        """Prepares the arrays.
+
+        Args:
+            context: The problem.
+            classes: The classes, in the order of their numbers.
+            copy_columns: Memory columns of copies; grows.
+        """
         self._context = context
         self._copy_columns = copy_columns
-        readers = [(c.value, reader) for c in classes for reader in c.readers]
-        self._moves = np.array([c.moves_per_call for c in classes])  # [classes]
+        readers = []
+        reader_bits: list[int] = []
+        for value_class in classes:
+            for kind, reader in enumerate(value_class.readers):
+                readers.append((value_class.value, reader))
+                reader_bits.append(reader_bit(kind))
         self._readers_of = Ragged([len(c.readers) for c in classes])
         self._readers = OperandTable(context, readers)
         self._halos = HaloExchanges(context, readers)
-        # [readers]: the bit of a reader among those of its class
-        kinds = np.array([k for c in classes for k in range(len(c.readers))], dtype=np.int64)
-        self._reader_bit = 1 << (kinds % READER_BITS)
+        self._reader_bits = np.array(reader_bits, dtype=np.int64)  # [readers]
+        self._moves_per_call = np.array([c.moves_per_call for c in classes])  # [classes]
 
     def costs(self, number: Array, index: Index) -> ClassCosts:
         """What classes cost.
@@ -51,25 +57,31 @@ class ValueCosts:
         owner, entry = self._readers_of.of(number)
         operands = Operands(owner, entry, self._readers.bytes[entry])
         current = self._readers.current(entry, index[owner])
-        computation = self._readers.computation(entry, index[owner])
-        wanted = self._readers.operand_spec(entry, computation, current)
         collectives = CollectiveBatch(specs)
-        dims = self._halos.add(collectives, operands, computation.dims, wanted.dims)
-        before, after = specs.number(current), specs.number(Assignment(dims, wanted.order))
+        wanted = self._wanted(collectives, operands, index, current)
+        before, after = specs.number(current), specs.number(wanted)
 
-        # [readers that want a copy], by owner and spec; [copies]: the first reader of each
+        # [readers that want a copy], those of one copy together; [copies]: where each begins
         reading, start = _by_copy(owner, before, after)
+        # [copies]: one of the readers, whom it costs; it is there for the others too
         first = reading[start]
-        collectives.add_reshards(
-            owner[first], operands.value_bytes[first], before[first], after[first]
-        )
-        temporaries = Temporaries.none()
-        if len(first):
-            readers = np.bitwise_or.reduceat(self._reader_bit[entry[reading]], start)
-            column = self._copy_columns.of(number[owner[first]], readers)
-            shards = specs.shard_count[specs.axis_set(dims[first])]
-            temporaries = Temporaries(owner[first], column, operands.value_bytes[first] // shards)
-        return ClassCosts(np.zeros(len(number)), self._moves[number], collectives, temporaries)
+        value_bytes = operands.value_bytes[first]
+        collectives.add_reshards(owner[first], value_bytes, before[first], after[first])
+
+        sharing = np.bitwise_or.reduceat(self._reader_bits[entry[reading]], start)
+        column = self._copy_columns.of(number[owner[first]], sharing)
+        local = value_bytes // specs.shard_count[specs.axis_set(wanted.dims[first])]
+        copies = Temporaries(owner[first], column, local)
+        return ClassCosts(np.zeros(len(number)), self._moves_per_call[number], collectives, copies)
+
+    def _wanted(
+        self, collectives: CollectiveBatch, operands: Operands, index: Index, current: Assignment
+    ) -> Assignment:
+        """The specs in which readers want their operands, once halos are exchanged."""
+        computation = self._readers.computation(operands.entry, index[operands.owner])
+        wanted = self._readers.operand_spec(operands.entry, computation, current)
+        dims = self._halos.add(collectives, operands, computation.dims, wanted.dims)
+        return Assignment(dims, wanted.order)
 
 
 def _by_copy(owner: Array, before: Array, after: Array) -> tuple[Array, Array]:
