@@ -19,7 +19,7 @@ from autoshard.cost_model.memory.liveness import MemoryTable
 from autoshard.cost_model.program.applied_constraints import Array, Index
 from autoshard.cost_model.program.equation_classes import ProgramClasses, ValueClass
 from autoshard.cost_model.program.propagation import Propagated
-from autoshard.cost_model.step_time.temporaries import CopyColumns, Temporaries
+from autoshard.cost_model.step_time.temporaries import CopyColumns, Temporaries, reader_bit
 from autoshard.layout.placements import Placements
 
 Table = NDArray[np.float64]
@@ -151,8 +151,10 @@ class PeakMemory:
 
     def _take_in_rows(self, axis: int) -> None:
         """Computes the shares under rows of the placements that are new."""
-        known = len(self._shares[axis])
-        rows = self._placements.rows[axis].array[known:]  # [new rows, columns of the placements]
+        first_new = len(self._shares[axis])
+        rows = self._placements.rows[axis].array[
+            first_new:
+        ]  # [new rows, columns of the placements]
         if len(rows):
             counts = self._placements.open_shard_counts(axis, rows)[:, self._columns]
             share = np.where(self._closed, 1.0, 1.0 / counts)
@@ -171,10 +173,10 @@ class PeakMemory:
 
     def _count_copies(self) -> None:
         """Adds memory columns for the copies that are new."""
-        known, total = self._counted_copies, len(self._copies.value_class)
-        if known < total:
+        first_new, total = self._counted_copies, len(self._copies.value_class)
+        if first_new < total:
             blocks = [self._temporaries.toarray()]
-            for number in range(known, total):
+            for number in range(first_new, total):
                 values, readers = self._copies.value_class[number], self._copies.readers[number]
                 blocks.append(self._alive_copies(values, readers)[:, None])
             self._temporaries = csr_array(np.concatenate(blocks, axis=1))
@@ -183,8 +185,7 @@ class PeakMemory:
     def _alive_copies(self, value_class: int, readers: int) -> Table:
         """[points] how many copies of a class are alive that these readers (bits) share."""
         spans = self._spans[value_class]
-        # Kinds of readers beyond 62 share the bits of the first ones (see `CopyColumns`).
-        kinds = [kind for kind in range(len(spans)) if readers >> (kind % 62) & 1]
+        kinds = [kind for kind in range(len(spans)) if readers & reader_bit(kind)]
         first, last = spans[kinds, :, 0].min(axis=0), spans[kinds, :, 1].max(axis=0)  # [values]
         begun = np.searchsorted(np.sort(first), self._points, side="right")
         ended = np.searchsorted(np.sort(last), self._points, side="left")

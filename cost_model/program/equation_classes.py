@@ -287,7 +287,7 @@ def _transfers(eqn: Eqn, schedule: Schedule) -> list[float]:
     for number in schedule.loads.get(eqn.index, ()):
         reads[number] = 1.0
     for number, value in enumerate(eqn.outputs):
-        if value in schedule.stored:
+        if value in schedule.in_memory:
             writes[number] = 1.0
     fused = eqn.index in schedule.fused
     if eqn.primitive in LOOKUPS:

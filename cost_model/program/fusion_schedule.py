@@ -59,13 +59,13 @@ class Schedule:
             it is fused into.
         loads: By `Eqn.index`, the operands (by number) that come from memory; what a node needs
             twice it loads once.
-        stored: Results that reach memory.
+        in_memory: Results that reach memory.
     """
 
     nodes: tuple[Node, ...]
     fused: Mapping[int, int]
     loads: Mapping[int, frozenset[int]]
-    stored: frozenset[Value]
+    in_memory: frozenset[Value]
 
 
 def schedules(body: Body, backend: Backend) -> dict[Body, Schedule]:
@@ -114,7 +114,7 @@ class _Scheduler:
     def add(self, eqn: Eqn) -> None:
         """Adds the equation: a node, or something that its readers compute themselves."""
         reads, inlined = self._reads(eqn)
-        writes = tuple((v, ()) for v in eqn.outputs if v in self._fusion.stored)
+        writes = tuple((v, ()) for v in eqn.outputs if v in self._fusion.in_memory)
         fusible = self._fusion.fusible(eqn)
         if writes or not fusible:
             updated = (eqn.inputs[0], ()) if eqn.primitive in UPDATES else None
@@ -129,7 +129,7 @@ class _Scheduler:
     def schedule(self) -> Schedule:
         """What was added, in the order in which it runs."""
         nodes = _breadth_first(self._nodes) if self._backend.breadth_first else self._nodes
-        return Schedule(tuple(nodes), self._fused, self._loads(), frozenset(self._fusion.stored))
+        return Schedule(tuple(nodes), self._fused, self._loads(), frozenset(self._fusion.in_memory))
 
     def _reads(self, eqn: Eqn) -> tuple[dict[Buffer, None], list[int]]:
         """Buffers that an equation reads, in order, and `Eqn.index` of what it computes itself."""
@@ -154,7 +154,7 @@ class _Scheduler:
         value = eqn.inputs[number]
         if value not in self._inlined:
             return False
-        return value not in self._fusion.stored or self._fusion.on_the_fly(eqn, number)
+        return value not in self._fusion.in_memory or self._fusion.on_the_fly(eqn, number)
 
     def _copied_operands(self, eqn: Eqn) -> dict[int, Buffer]:
         """By number of the operand, the copy of it that an equation reads."""
@@ -217,13 +217,13 @@ class _Fusion:
     (FusionNodeIndexingEvaluation::CodeDuplicationTooHigh).
 
     Attributes:
-        stored: Results that reach memory.
+        in_memory: Results that reach memory.
         in_reductions: `Eqn.index` of what a library's reduction computes itself.
         at_too_many_indices: `Eqn.index` of what would be computed too often in its readers.
     """
 
     def __init__(self, body: Body, backend: Backend) -> None:
-        self.stored: set[Value] = set()
+        self.in_memory: set[Value] = set()
         self.in_reductions: set[int] = set()
         self.at_too_many_indices: set[int] = set()
         self._backend = backend
@@ -263,12 +263,12 @@ class _Fusion:
         if self._too_many(eqn, indices):
             fuses = False
             self.at_too_many_indices.add(eqn.index)
-        stored = self._outputs.intersection(eqn.outputs)
+        in_memory = self._outputs.intersection(eqn.outputs)
         if not fuses:
-            stored |= self._readers.keys() & set(eqn.outputs)
-        self.stored |= stored
+            in_memory |= self._readers.keys() & set(eqn.outputs)
+        self.in_memory |= in_memory
         if self.fusible(eqn):
-            self._hand_on(eqn, {eqn.index: {None}} if stored else indices)
+            self._hand_on(eqn, {eqn.index: {None}} if in_memory else indices)
 
     def _belongs_to_reduction(self, eqn: Eqn, readers: Sequence[ReadsAt]) -> bool:
         """True of a product that only a library's reductions read: they compute it themselves."""

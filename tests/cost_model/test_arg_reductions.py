@@ -13,7 +13,8 @@ import pytest
 from autoshard.compiler.compile import build, compile_built
 from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.hardware.hardware import cpu
-from autoshard.cost_model.predict import Predictor
+from autoshard.cost_model.predict import Prediction, Predictor
+from autoshard.evidence.candidate import CompiledEvidence
 from tests.stages import QUICKLY, array, layout_of, mesh_of, prepared
 
 BATCH, WIDTH, VOCABULARY = 16, 32, 64
@@ -45,21 +46,22 @@ def over_the_batch(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_what_is_sent_is_what_the_compiled_program_sends(
     fn: Callable[..., Any], rules: tuple[str, ...]
 ) -> None:
-    made = prepared(fn, (array(BATCH, WIDTH), array(WIDTH, VOCABULARY)), mesh_of(data=4, model=2))
-    layout = layout_of(made, *rules)
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
-    built = build(made.traced, layout, made.request.mesh)
-    compiled = compile_built(built, made.request.mesh, compiler_options=QUICKLY).evidence
-    sent, truly = (
-        {(c.kind, c.axes, c.bytes) for c in found.collectives} for found in (predicted, compiled)
-    )
-    assert sent == truly
+    setup = prepared(fn, (array(BATCH, WIDTH), array(WIDTH, VOCABULARY)), mesh_of(data=4, model=2))
+    layout = layout_of(setup, *rules)
+    predicted = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU).predict(layout)
+    built = build(setup.traced, layout, setup.request.mesh)
+    compiled = compile_built(built, setup.request.mesh, compiler_options=QUICKLY).evidence
+
+    def sent(program: Prediction | CompiledEvidence) -> set[tuple[str, tuple[str, ...], int]]:
+        return {(c.kind, c.axes, c.bytes) for c in program.collectives}
+
+    assert sent(predicted) == sent(compiled)
 
 
 def test_the_logits_are_not_gathered() -> None:
-    made = prepared(greedy, (array(BATCH, WIDTH), array(WIDTH, VOCABULARY)), mesh_of(model=8))
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated).predict(
-        layout_of(made, "w.1->model")
+    setup = prepared(greedy, (array(BATCH, WIDTH), array(WIDTH, VOCABULARY)), mesh_of(model=8))
+    predicted = Predictor(setup.problem, cpu, setup.traced.call.donated).predict(
+        layout_of(setup, "w.1->model")
     )
     value_and_index = 4 + 4
     assert [(c.kind, c.bytes) for c in predicted.collectives] == [

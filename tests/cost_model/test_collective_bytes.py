@@ -26,26 +26,26 @@ SAVED = json.loads((Path(__file__).parents[1] / "golden" / "collective_bytes.jso
 
 @pytest.fixture(scope="module", params=sorted({row["model"] for row in SAVED["rows"]}))
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    made = setting(request.param, SAVED["mesh"])
+    model = setting(request.param, SAVED["mesh"])
     predictor, names = (
-        made.predictor(cpu),
-        {logical_axis.name for logical_axis in made.made.problem.logical_axes.axes},
+        model.predictor(cpu),
+        {logical_axis.name for logical_axis in model.made.problem.logical_axes.axes},
     )
-    found = []
+    compared = []
     for row in SAVED["rows"]:
         rules = tuple(map(AxisRule.parse, row["rules"]))
         if row["model"] == request.param and names >= {rule.logical_axis for rule in rules}:
-            predicted = predictor.predict(Layout(made.made.problem, rules))
-            found.append(
+            predicted = predictor.predict(Layout(model.made.problem, rules))
+            compared.append(
                 {
                     **row,
                     "preset": "random" not in row["name"],
                     "predicted": by_kind(predicted.collectives),
                 }
             )
-    if len(found) < 20:
+    if len(compared) < 20:
         pytest.skip("this jax names the logical axes otherwise")
-    return found
+    return compared
 
 
 def test_bytes(rows: list[dict[str, Any]]) -> None:

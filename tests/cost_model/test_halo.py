@@ -48,14 +48,14 @@ def test_halo_is_what_the_partitioner_sends(name: str) -> None:
     size=st.integers(1, 64),
     start=st.integers(0, 32),
     taken=st.integers(1, 32),
-    pieces=st.sampled_from((2, 4, 8)),
+    shard_count=st.sampled_from((2, 4, 8)),
 )
 def test_no_more_is_sent_than_a_gather_of_all_would_bring(
-    size: int, start: int, taken: int, pieces: int
+    size: int, start: int, taken: int, shard_count: int
 ) -> None:
-    sent = halo_elements(Window(size, min(taken, size), low=-min(start, size - 1)), pieces)
-    shard = -(-size // pieces)
-    assert sent is None or 0 <= sent <= 2 * (pieces - 1) * shard
+    sent = halo_elements(Window(size, min(taken, size), low=-min(start, size - 1)), shard_count)
+    shard = -(-size // shard_count)
+    assert sent is None or 0 <= sent <= 2 * (shard_count - 1) * shard
 
 
 def test_nothing_is_sent_where_nothing_is_shifted() -> None:
@@ -74,16 +74,16 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_space_of_a_kernel_gradient_is_never_open() -> None:
     """XLA adds up copies of such partial sums too; see `constrain`."""
-    made = prepared(
+    setup = prepared(
         jax.grad(loss), (array(3, 3, 4, 4), array(8, 16, 16, 4)), mesh_of(data=4, model=2)
     )
     space = next(
-        r.name for r in made.problem.logical_axes.axes if r.name.startswith("conv_general_dilated")
+        r.name for r in setup.problem.logical_axes.axes if r.name.startswith("conv_general_dilated")
     )
-    layout = layout_of(made, f"{space}->data")
+    layout = layout_of(setup, f"{space}->data")
     stated = constraints_for(layout)
     for index, wanted in stated.eqns.items():
-        if made.problem.program.eqns[index].primitive == "conv_general_dilated":
+        if setup.problem.program.eqns[index].primitive == "conv_general_dilated":
             specs = [
                 *wanted.operands.values(),
                 *(spec for specs in wanted.results.values() for spec in specs),
@@ -92,11 +92,11 @@ def test_space_of_a_kernel_gradient_is_never_open() -> None:
 
 
 def test_a_convolution_split_in_space_sends_one_row_to_each_side() -> None:
-    made = prepared(convolution, (array(8, 16, 16, 4), array(3, 3, 4, 4)), mesh_of(data=4))
-    space = made.problem.logical_axes.of_value[made.problem.program.body.outputs[0].index][1]
-    name = made.problem.logical_axes.axes[space].name
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(
-        layout_of(made, f"{name}->data")
+    setup = prepared(convolution, (array(8, 16, 16, 4), array(3, 3, 4, 4)), mesh_of(data=4))
+    space = setup.problem.logical_axes.of_value[setup.problem.program.body.outputs[0].index][1]
+    name = setup.problem.logical_axes.axes[space].name
+    predicted = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU).predict(
+        layout_of(setup, f"{name}->data")
     )
     row_bytes = 8 * 16 * 4 * np.dtype(np.float32).itemsize
     assert [(c.kind, c.bytes) for c in predicted.collectives] == [
@@ -108,14 +108,14 @@ def test_partial_sums_of_two_loops_are_two_all_reduces_on_cpu() -> None:
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum("btd,bte->de", x, y)
 
-    made = prepared(product, (array(8, 8, 16), array(8, 8, 32)), mesh_of(data=4, model=2))
-    layout = layout_of(made, "x.0->data", "x.1->model")
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
+    setup = prepared(product, (array(8, 8, 16), array(8, 8, 32)), mesh_of(data=4, model=2))
+    layout = layout_of(setup, "x.0->data", "x.1->model")
+    predicted = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU).predict(layout)
     assert [(c.kind, c.axes) for c in predicted.collectives] == [
         ("all_reduce", ("data",)),
         ("all_reduce", ("model",)),
     ]
-    joined = Predictor(made.problem, cpu, made.traced.call.donated).predict(layout)
+    joined = Predictor(setup.problem, cpu, setup.traced.call.donated).predict(layout)
     assert [(c.kind, c.axes) for c in joined.collectives] == [("all_reduce", ("data", "model"))]
 
 
@@ -131,28 +131,27 @@ def test_a_masked_operand_that_is_read_whole_is_made_of_two_gathers_and_a_produc
         (masked, jax.ShapeDtypeStruct((64, 64), np.bool_), 64 * 64 * (4 + 1) * 3 // 4),
         (scaled, array(64, 64), 64 * 64 * 4 * 3 // 4),
     ):
-        made = prepared(function, (array(64, 64), second, weight), mesh_of(data=4))
+        setup = prepared(function, (array(64, 64), second, weight), mesh_of(data=4))
         names = {"x": "x.0", "w": "w.1"}
-        layout = layout_of(made, f"{names['w']}->data", f"{names['x']}->data")
-        predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
+        layout = layout_of(setup, f"{names['w']}->data", f"{names['x']}->data")
+        predicted = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU).predict(layout)
         assert {c.kind: c.bytes for c in predicted.collectives}.get("all_gather") == gathered
 
 
 def test_of_parts_one_may_be_stored_split_without_a_halo() -> None:
-    """The parts are made whole, and that one is cut: the partitioner alone would shift what it cuts
-    from."""
+    """The parts are computed whole, one is cut; the partitioner would shift what it cuts from."""
 
     def parts(x: jax.Array, u: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
         first, second = jnp.split(x @ w, 2, axis=1)
         return jnp.tanh(first) @ u + second @ v
 
-    made = prepared(
+    setup = prepared(
         parts, (array(8, 16), array(32, 8), array(32, 8), array(16, 64)), mesh_of(data=4)
     )
-    layout = layout_of(made, "u.0->data")
-    predicted = Predictor(made.problem, cpu, made.traced.call.donated, CPU).predict(layout)
-    built = build(made.traced, layout, made.request.mesh)
-    compiled = compile_built(built, made.request.mesh, compiler_options=QUICKLY).evidence
+    layout = layout_of(setup, "u.0->data")
+    predicted = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU).predict(layout)
+    built = build(setup.traced, layout, setup.request.mesh)
+    compiled = compile_built(built, setup.request.mesh, compiler_options=QUICKLY).evidence
     assert {c.kind: c.bytes for c in compiled.collectives} == {"all_reduce": 2 * 8 * 8 * 4 * 3 // 4}
     assert {c.kind: c.bytes for c in predicted.collectives} == {
         c.kind: c.bytes for c in compiled.collectives

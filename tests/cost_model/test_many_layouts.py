@@ -70,10 +70,10 @@ def test_a_batch_says_what_each_layout_alone_says(decoder: Prepared) -> None:
 def test_points_of_like_layers_are_dropped_and_the_peak_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = prepared(
+    setup = prepared(
         unrolled_step, unrolled_args(layers=12), mesh_of(data=4, model=2), donate_argnums=0
     )
-    problem, donated = made.problem, made.traced.call.donated
+    problem, donated = setup.problem, setup.traced.call.donated
     pruned = Predictor(problem, h100, donated)
     monkeypatch.setattr(
         "autoshard.cost_model.memory.peak_memory._possible_maxima",
@@ -95,10 +95,12 @@ def test_a_dropped_row_is_never_the_only_maximum(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
     table = np.array(rows, dtype=np.float64)
-    work = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows))))
-    kept = _possible_maxima(table, work)
+    eqn_class = np.array(
+        data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows)))
+    )
+    remaining = _possible_maxima(table, eqn_class)
     weights = np.array(data.draw(st.lists(st.floats(0, 1), min_size=3, max_size=3)))
-    assert (table[kept] @ weights).max() >= (table @ weights).max() - 1e-9
+    assert (table[remaining] @ weights).max() >= (table @ weights).max() - 1e-9
 
 
 @pytest.mark.parametrize("hardware", [SLOW, h100])
@@ -111,18 +113,18 @@ def test_no_layout_is_predicted_below_the_bound(decoder: Prepared, hardware: Har
 
 
 def test_the_bound_is_met_where_everything_splits_and_nothing_moves() -> None:
-    made = prepared(lambda x, y: x * y + x, (array(64, 8), array(64, 8)), mesh_of(data=4, model=2))
-    predictor = Predictor(made.problem, SLOW, made.traced.call.donated)
-    split = Layout(made.problem, (AxisRule("x.0", "data"), AxisRule("x.1", "model")))
+    setup = prepared(lambda x, y: x * y + x, (array(64, 8), array(64, 8)), mesh_of(data=4, model=2))
+    predictor = Predictor(setup.problem, SLOW, setup.traced.call.donated)
+    split = Layout(setup.problem, (AxisRule("x.0", "data"), AxisRule("x.1", "model")))
     assert predictor.predict(split).time_s == pytest.approx(predictor.least_s())
 
 
 def test_a_copy_that_drops_most_is_not_below_the_bound() -> None:
     """What a copy reads is what it makes, in the bound too."""
-    made = prepared(
+    setup = prepared(
         lambda x: jax.lax.pad(x, 0.0, ((0, -4032, 0), (0, 0, 0))),
         (array(4096, 64),),
         mesh_of(data=4),
     )
-    predictor = Predictor(made.problem, SLOW, made.traced.call.donated)
-    assert predictor.predict(Layout(made.problem, ())).time_s >= predictor.least_s() > 0
+    predictor = Predictor(setup.problem, SLOW, setup.traced.call.donated)
+    assert predictor.predict(Layout(setup.problem, ())).time_s >= predictor.least_s() > 0

@@ -22,8 +22,8 @@ M = array(256, 256)
 
 def peak(fn: Callable[..., Any], *args: Any, **options: Any) -> int:
     """Peak bytes of a function on one device."""
-    found = traced(fn, *args, **options)
-    table = memory_table(found.program, found.call.donated, 1, lambda _: 0)
+    trace = traced(fn, *args, **options)
+    table = memory_table(trace.program, trace.call.donated, 1, lambda _: 0)
     return int(table.alive_bytes.max(initial=0))
 
 
@@ -118,16 +118,24 @@ ZERO1 = ("x.0->data", "w1.0->data (optimizer)", "w1.1->data (optimizer)")
 def predicted(*rules: str, donate: bool = True, batch: int = 8) -> Prediction:
     params = {"w1": array(SIDE, SIDE), "w2": array(SIDE, SIDE)}
     options = {"donate_argnums": (0, 1)} if donate else {}
-    made = prepared(momentum_step, (params, params, array(batch, SIDE)), mesh_of(data=4), **options)
-    return Predictor(made.problem, h100, made.traced.call.donated).predict(layout_of(made, *rules))
+    setup = prepared(
+        momentum_step, (params, params, array(batch, SIDE)), mesh_of(data=4), **options
+    )
+    return Predictor(setup.problem, h100, setup.traced.call.donated).predict(
+        layout_of(setup, *rules)
+    )
 
 
 @pytest.mark.parametrize(
     ("rules", "parameters", "optimizer"), [(DP, P, P), (ZERO1, P, P // 4), (FSDP, P // 4, P // 4)]
 )
 def test_what_the_arguments_hold(rules: tuple[str, ...], parameters: int, optimizer: int) -> None:
-    held = predicted(*rules).argument_bytes
-    assert held == {"parameters": parameters, "optimizer": optimizer, "data": 2 * 4 * SIDE}
+    argument_bytes = predicted(*rules).argument_bytes
+    assert argument_bytes == {
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "data": 2 * 4 * SIDE,
+    }
 
 
 def test_the_peak_of_data_parallelism_is_parameters_moments_and_gradients() -> None:

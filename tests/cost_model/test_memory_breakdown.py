@@ -48,27 +48,27 @@ def adam_step(params: Any, first: Any, second: Any, x: jax.Array) -> Any:
 def parts(*rules: str, backend: Backend = ACCELERATOR) -> Mapping[Purpose, int]:
     params = {name: array(SIDE, SIDE, dtype=jnp.bfloat16) for name in NAMES}
     args = (params, params, params, array(BATCH, SIDE, dtype=jnp.bfloat16))
-    made = prepared(adam_step, args, mesh_of(data=4), donate_argnums=(0, 1, 2))
-    layout, donated = layout_of(made, *rules), made.traced.call.donated
-    found = breakdown(layout, h100, donated, backend)
-    whole = Predictor(made.problem, h100, donated, backend).predict(layout).peak_bytes
-    assert sum(found.values()) == pytest.approx(whole, abs=8)
-    return found
+    setup = prepared(adam_step, args, mesh_of(data=4), donate_argnums=(0, 1, 2))
+    layout, donated = layout_of(setup, *rules), setup.traced.call.donated
+    by_purpose = breakdown(layout, h100, donated, backend)
+    whole = Predictor(setup.problem, h100, donated, backend).predict(layout).peak_bytes
+    assert sum(by_purpose.values()) == pytest.approx(whole, abs=8)
+    return by_purpose
 
 
 FSDP = ("x.0->data", "w1.0->data", "w1.1->data", "w2.1->data")
 
 
 def test_one_device_holds_2p_of_parameters_2p_of_gradients_and_4p_of_moments() -> None:
-    found = parts()
-    assert found[Purpose.PARAMETERS] == 2 * P
-    assert found[Purpose.OPTIMIZER] == pytest.approx(
+    by_purpose = parts()
+    assert by_purpose[Purpose.PARAMETERS] == 2 * P
+    assert by_purpose[Purpose.OPTIMIZER] == pytest.approx(
         4 * P, abs=2 * SIDE * SIDE
     )  # one new moment beside its old self
-    assert 2 * P <= found[Purpose.GRADIENTS] <= 2 * P + 2 * SIDE * SIDE
-    activations = found[Purpose.ACTIVATIONS] + found[Purpose.OTHER]
+    assert 2 * P <= by_purpose[Purpose.GRADIENTS] <= 2 * P + 2 * SIDE * SIDE
+    activations = by_purpose[Purpose.ACTIVATIONS] + by_purpose[Purpose.OTHER]
     assert activations <= 0.05 * P
-    assert sum(found.values()) == pytest.approx(
+    assert sum(by_purpose.values()) == pytest.approx(
         2 * P + 2 * P + 4 * P + activations, abs=4 * SIDE * SIDE
     )
 
@@ -134,16 +134,16 @@ def test_gradients_are_told_where_layers_are_scanned_and_fully_sharded() -> None
         return ws - 0.1 * moments, moments
 
     layers, side, batch = 4, 64, 512
-    made = prepared(
+    setup = prepared(
         step,
         (*(array(layers, side, side),) * 2, array(batch, side)),
         mesh_of(data=4),
         donate_argnums=(0, 1),
     )
-    donated, size = made.traced.call.donated, 4 * layers * side * side
+    donated, size = setup.traced.call.donated, 4 * layers * side * side
     for backend in (CPU, ACCELERATOR):
-        found = breakdown(layout_of(made, "x.0->data", "ws.1->data"), h100, donated, backend)
-        assert found[Purpose.PARAMETERS] == pytest.approx(size / 4, rel=0.3)
-        assert found[Purpose.GRADIENTS] == pytest.approx(size / 4, rel=0.3)
-        assert found[Purpose.OPTIMIZER] == pytest.approx(size / 4, rel=0.3)
-        assert found[Purpose.ACTIVATIONS] >= layers * batch * side
+        by_purpose = breakdown(layout_of(setup, "x.0->data", "ws.1->data"), h100, donated, backend)
+        assert by_purpose[Purpose.PARAMETERS] == pytest.approx(size / 4, rel=0.3)
+        assert by_purpose[Purpose.GRADIENTS] == pytest.approx(size / 4, rel=0.3)
+        assert by_purpose[Purpose.OPTIMIZER] == pytest.approx(size / 4, rel=0.3)
+        assert by_purpose[Purpose.ACTIVATIONS] >= layers * batch * side

@@ -36,8 +36,10 @@ def test_a_permute_is_priced_exactly_where_xla_sends_one(what: str) -> None:
     have, want, shuffled = CASES[what]
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     copy = jax.jit(
-        lambda x: x * 1.0, in_shardings=NamedSharding(mesh, have), out_shardings=NamedSharding(mesh, want)
-    )  # fmt: skip
+        lambda x: x * 1.0,
+        in_shardings=NamedSharding(mesh, have),
+        out_shardings=NamedSharding(mesh, want),
+    )
     text = copy.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile().as_text()
     assert ("collective-permute" in text) == shuffled
     assert bool(permuted_axes(canonical(have), canonical(want))) == shuffled

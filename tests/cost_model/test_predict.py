@@ -40,21 +40,21 @@ def but_for_the_loss(sent_bytes: float) -> Any:
 
 
 def predict(
-    made: Prepared, *rules: str, hardware: Hardware = h100, backend: Backend = ACCELERATOR
+    setup: Prepared, *rules: str, hardware: Hardware = h100, backend: Backend = ACCELERATOR
 ) -> Prediction:
-    donated = made.traced.call.donated
-    predictor = Predictor(made.problem, hardware, donated, backend)
-    return predictor.predict(layout_of(made, *rules))
+    donated = setup.traced.call.donated
+    predictor = Predictor(setup.problem, hardware, donated, backend)
+    return predictor.predict(layout_of(setup, *rules))
 
 
 def moved(
     fn: Callable[..., Any], args: Any, axes: dict[str, int], *rules: str, **options: Any
 ) -> dict[str, int]:
     """Predicted bytes by kind."""
-    found: dict[str, int] = {}
+    by_kind: dict[str, int] = {}
     for c in predict(prepared(fn, args, mesh_of(**axes)), *rules, **options).collectives:
-        found[c.kind] = found.get(c.kind, 0) + c.bytes
-    return found
+        by_kind[c.kind] = by_kind.get(c.kind, 0) + c.bytes
+    return by_kind
 
 
 # The textbook, exactly
@@ -83,8 +83,8 @@ def test_fully_sharded_gathers_each_weight_once_and_scatters_its_gradient() -> N
 
 def test_without_reduce_scatter_the_gradient_is_reduced_and_sliced() -> None:
     weights = F * (D * H + H * D)
-    found = moved(mlp_step, MLP, {"data": 8}, "x.0->data", "w1.0->data", "w2.1->data", backend=CPU)
-    assert found == {AG: ring(8, weights), AR: but_for_the_loss(2 * ring(8, weights + F * H))}
+    sent = moved(mlp_step, MLP, {"data": 8}, "x.0->data", "w1.0->data", "w2.1->data", backend=CPU)
+    assert sent == {AG: ring(8, weights), AR: but_for_the_loss(2 * ring(8, weights + F * H))}
 
 
 def test_megatron_reduces_once_a_block_forward() -> None:
@@ -110,22 +110,24 @@ def test_megatron_reduces_once_a_block_forward_and_once_backward() -> None:
         AR: layers * 2 * ring(4, activation)
     }
     # The first block's input needs no gradient.
-    found = moved(blocks_step, args, {"model": 4}, "0/in.1->model", "1/in.1->model")
-    assert found == {AR: (2 * layers - 1) * 2 * ring(4, activation)}
+    sent = moved(blocks_step, args, {"model": 4}, "0/in.1->model", "1/in.1->model")
+    assert sent == {AR: (2 * layers - 1) * 2 * ring(4, activation)}
 
 
 def test_two_mesh_axes_split_batch_and_hidden_axis() -> None:
-    found = moved(mlp_step, MLP, {"data": 4, "model": 2}, "x.0->data", "b1.0->model")
+    sent = moved(mlp_step, MLP, {"data": 4, "model": 2}, "x.0->data", "b1.0->model")
     gradients = F * (D * H + H + H * D) // 2
     activation = F * B // 4 * D
-    assert found == {AR: but_for_the_loss(2 * ring(4, gradients) + 2 * ring(2, activation))}
+    assert sent == {AR: but_for_the_loss(2 * ring(4, gradients) + 2 * ring(2, activation))}
 
 
 def test_two_mesh_axes_in_one_move_are_one_collective() -> None:
-    made = prepared(mlp_step, MLP, mesh_of(data=4, model=2))
-    found = predict(made, "x.0->data", "x.0->model").collectives
-    assert {c.axes for c in found} == {("data", "model")}
-    assert sum(c.bytes for c in found) == but_for_the_loss(2 * ring(8, F * (D * H + H + H * D)))
+    setup = prepared(mlp_step, MLP, mesh_of(data=4, model=2))
+    collectives = predict(setup, "x.0->data", "x.0->model").collectives
+    assert {c.axes for c in collectives} == {("data", "model")}
+    assert sum(c.bytes for c in collectives) == but_for_the_loss(
+        2 * ring(8, F * (D * H + H + H * D))
+    )
 
 
 def test_a_vocabulary_split_reduces_rows_of_numbers_only() -> None:
@@ -139,8 +141,8 @@ def test_a_vocabulary_split_reduces_rows_of_numbers_only() -> None:
         ).mean()
 
     args = (array(vocab, D), array(B, D), array(B, vocab))
-    found = moved(loss, args, {"model": 4}, "emb.0->model")
-    assert found == {AR: 3 * 2 * ring(4, F * B)}, (
+    sent = moved(loss, args, {"model": 4}, "emb.0->model")
+    assert sent == {AR: 3 * 2 * ring(4, F * B)}, (
         "the largest logit, the sum of exponentials, the label's logit"
     )
 
@@ -150,17 +152,17 @@ def test_a_sequence_split_between_blocks_gathers_and_scatters() -> None:
         return jnp.tanh(jax.nn.relu(jnp.tanh(x) @ a) @ b)
 
     args = (array(B, D), array(D, H), array(H, D))
-    found = moved(block, args, {"model": 4}, "a.1->model", "x.0->model")
+    sent = moved(block, args, {"model": 4}, "a.1->model", "x.0->model")
     activation = F * B * D
-    assert found == {AG: ring(4, activation), RS: ring(4, activation)}
+    assert sent == {AG: ring(4, activation), RS: ring(4, activation)}
 
 
 def test_moving_an_axis_to_another_dimension_is_an_all_to_all() -> None:
     def transposed(x: jax.Array) -> jax.Array:
         return jnp.cumsum(jnp.cumsum(x, 0), 1)
 
-    made = prepared(transposed, (array(B, B),), mesh_of(data=4))
-    kinds = {c.kind for c in predict(made, "x.0->data", "x.1->data").collectives}
+    setup = prepared(transposed, (array(B, B),), mesh_of(data=4))
+    kinds = {c.kind for c in predict(setup, "x.0->data", "x.1->data").collectives}
     assert kinds <= {"all_gather", "all_to_all"}
 
 
@@ -180,43 +182,43 @@ def test_a_loop_pays_every_trip_what_it_needs_every_trip() -> None:
 
 
 def test_time_is_compute_and_communication_less_the_overlap() -> None:
-    made = prepared(mlp_step, MLP, mesh_of(data=8))
+    setup = prepared(mlp_step, MLP, mesh_of(data=8))
     for overlap in (0.0, 0.5, 1.0):
         hardware = Hardware.from_json(
             h100.to_json().replace(f'"overlap": {h100.overlap}', f'"overlap": {overlap}')
         )
-        found = predict(made, "x.0->data", hardware=hardware)
-        hidden = hardware.overlap * min(found.compute_s, found.comm_s)
-        assert found.time_s == pytest.approx(found.compute_s + found.comm_s - hidden)
-        assert found.collective_bytes == sum(c.bytes for c in found.collectives)
+        prediction = predict(setup, "x.0->data", hardware=hardware)
+        hidden = hardware.overlap * min(prediction.compute_s, prediction.comm_s)
+        assert prediction.time_s == pytest.approx(prediction.compute_s + prediction.comm_s - hidden)
+        assert prediction.collective_bytes == sum(c.bytes for c in prediction.collectives)
 
 
 def test_a_slower_link_costs_what_it_is_slower() -> None:
-    made = prepared(mlp_step, MLP, mesh_of(data=4, model=2))
+    setup = prepared(mlp_step, MLP, mesh_of(data=4, model=2))
     fast, slow = Link(alpha_s=0.0, bytes_per_s=1e11), Link(alpha_s=0.0, bytes_per_s=1e9)
-    quick = predict(made, "x.0->data", hardware=h100.with_links({"data": fast, "model": slow}))
-    crawl = predict(made, "x.0->data", hardware=h100.with_links({"data": slow, "model": fast}))
+    quick = predict(setup, "x.0->data", hardware=h100.with_links({"data": fast, "model": slow}))
+    crawl = predict(setup, "x.0->data", hardware=h100.with_links({"data": slow, "model": fast}))
     assert crawl.comm_s == pytest.approx(100 * quick.comm_s)
 
 
 def test_work_is_split_over_the_devices_that_share_it() -> None:
     args = (array(4096, 2048), array(2048, 2048))
-    made = prepared(lambda x, w: x @ w, args, mesh_of(data=4, model=2))
-    whole, split = predict(made).compute_s, predict(made, "x.0->data", "w.1->model").compute_s
+    setup = prepared(lambda x, w: x @ w, args, mesh_of(data=4, model=2))
+    whole, split = predict(setup).compute_s, predict(setup, "x.0->data", "w.1->model").compute_s
     assert whole == pytest.approx(8 * split, rel=0.2)
 
 
 def test_a_prediction_does_not_depend_on_what_was_predicted_before() -> None:
-    made = prepared(decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1))
+    setup = prepared(decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1))
     lists = [
         (),
         ("tokens.0->data",),
         ("tokens.0->data", "emb.1->data"),
         ("emb.1->data", "tokens.0->data"),
     ]
-    shared = Predictor(made.problem, h100, made.traced.call.donated)
+    shared = Predictor(setup.problem, h100, setup.traced.call.donated)
     for rules in (*lists, *reversed(lists)):
-        assert shared.predict(layout_of(made, *rules)) == predict(made, *rules)
+        assert shared.predict(layout_of(setup, *rules)) == predict(setup, *rules)
 
 
 # Against the compiled program
@@ -226,18 +228,18 @@ def test_a_prediction_does_not_depend_on_what_was_predicted_before() -> None:
 def evidence() -> dict[str, tuple[Prediction, CompiledEvidence]]:
     """Prediction and compiled program of every preset, on a scanned, rematerialised decoder."""
     args = decoder_args(batch=16, length=32, layers=2, d=64, ff=128)  # tokens per device at least d
-    made = prepared(decoder_step, args, mesh_of(data=4, model=2), donate_argnums=(0, 1))
-    predictor = Predictor(made.problem, cpu, made.traced.call.donated, CPU)
-    found = {}
-    for preset in presets(made.problem, predictor.sent_bytes)[0]:
-        layout = Layout(made.problem, preset.rules)
-        built = build(made.traced, layout, made.request.mesh)
+    setup = prepared(decoder_step, args, mesh_of(data=4, model=2), donate_argnums=(0, 1))
+    predictor = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU)
+    by_preset = {}
+    for preset in presets(setup.problem, predictor.sent_bytes)[0]:
+        layout = Layout(setup.problem, preset.rules)
+        built = build(setup.traced, layout, setup.request.mesh)
         # Less work for LLVM; what the partitioner and the buffer assignment do stays the same.
         compiled = compile_built(
-            built, made.request.mesh, compiler_options={"xla_backend_optimization_level": 0}
+            built, setup.request.mesh, compiler_options={"xla_backend_optimization_level": 0}
         )
-        found[preset.name] = predictor.predict(layout), compiled.evidence
-    return found
+        by_preset[preset.name] = predictor.predict(layout), compiled.evidence
+    return by_preset
 
 
 Both = dict[str, tuple[Prediction, CompiledEvidence]]

@@ -39,10 +39,10 @@ LOSS_ARGS = (array(D, VOCAB), array(BATCH, LENGTH, D), array(BATCH, LENGTH, dtyp
 
 def peaks(step: Any, args: Any, mesh: Mesh, *rules: str) -> tuple[int, int]:
     """(predicted, compiled) peak bytes of a layout."""
-    made = prepared(step, args, mesh, donate_argnums=0)
-    layout = layout_of(made, *rules)
-    predictor = Predictor(made.problem, h100, made.traced.call.donated, CPU)
-    compiled = compile_built(build(made.traced, layout, made.request.mesh), made.request.mesh)
+    setup = prepared(step, args, mesh, donate_argnums=0)
+    layout = layout_of(setup, *rules)
+    predictor = Predictor(setup.problem, h100, setup.traced.call.donated, CPU)
+    compiled = compile_built(build(setup.traced, layout, setup.request.mesh), setup.request.mesh)
     return predictor.predict(layout).peak_bytes, compiled.evidence.peak_bytes
 
 
@@ -55,16 +55,16 @@ def test_a_slice_of_a_split_sequence_that_the_axis_does_not_divide(
 
 
 def test_nothing_is_inherited_that_the_own_logical_axes_say(mesh_4x2: Mesh) -> None:
-    made = prepared(
+    setup = prepared(
         lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), (array(64, 64), array(64, 64)), mesh_4x2
     )
-    assert not any(propagated(made.problem, Placements(made.problem)))
+    assert not any(propagated(setup.problem, Placements(setup.problem)))
 
 
 def test_arguments_and_what_anchors_write_inherit_nothing(mesh_4x2: Mesh) -> None:
-    made = prepared(loss_step, LOSS_ARGS, mesh_4x2)
-    inherited = propagated(made.problem, Placements(made.problem))
-    program = made.traced.program
+    setup = prepared(loss_step, LOSS_ARGS, mesh_4x2)
+    inherited = propagated(setup.problem, Placements(setup.problem))
+    program = setup.traced.program
     stated = [*program.body.inputs, *program.body.outputs]
     stated += [
         v
@@ -86,11 +86,11 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
         moments = 0.9 * moments + jax.grad(loss)(ws)
         return ws - 0.1 * moments, moments
 
-    made = prepared(
+    setup = prepared(
         step, (array(4, 64, 64), array(4, 64, 64), array(32, 64)), mesh_4x2, donate_argnums=(0, 1)
     )
-    placements = Placements(made.problem)
-    program, inherited = made.traced.program, propagated(made.problem, Placements(made.problem))
+    placements = Placements(setup.problem)
+    program, inherited = setup.traced.program, propagated(setup.problem, Placements(setup.problem))
     gradients = [
         v
         for eqn in program.eqns
@@ -103,8 +103,8 @@ def test_optimizer_rules_split_gradients_too(mesh_4x2: Mesh) -> None:
 
 
 def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
-    """4 heads on 8 devices: the partitioner cuts the scores in 4, if something of the logical axis is split
-    at all."""
+    """4 heads on 8 devices: the partitioner cuts the scores in 4, if any of the logical axis is
+    split at all."""
 
     def attention(x: jax.Array, w: jax.Array) -> jax.Array:
         q = jnp.tensordot(x, w, 1).reshape(2, 64, 4, 8)
@@ -113,14 +113,14 @@ def test_an_axis_that_does_not_divide_the_heads_is_split_into_factors() -> None:
         return jnp.einsum("bhqs,bshk->bqhk", scores, q).reshape(2, 64, *w.shape[1:])
 
     for shape, least, most in (((32, 32), 0.2, 0.5), ((32, 4, 8), 1.0, 1.0)):
-        made = prepared(attention, (array(2, 64, 32), array(*shape)), mesh_of(data=8))
-        predictor = Predictor(made.problem, h100, made.traced.call.donated, CPU)
+        setup = prepared(attention, (array(2, 64, 32), array(*shape)), mesh_of(data=8))
+        predictor = Predictor(setup.problem, h100, setup.traced.call.donated, CPU)
         predicted, compiled = [], []
         for rules in ((), ("w.1->data",)):
-            layout, mesh = layout_of(made, *rules), made.request.mesh
+            layout, mesh = layout_of(setup, *rules), setup.request.mesh
             predicted.append(predictor.predict(layout).peak_bytes)
             compiled.append(
-                compile_built(build(made.traced, layout, mesh), mesh).evidence.peak_bytes
+                compile_built(build(setup.traced, layout, mesh), mesh).evidence.peak_bytes
             )
         for whole, split in (predicted, compiled):
             assert least <= split / whole <= most

@@ -27,9 +27,9 @@ def moved_bytes(
     fn: Callable[..., Any], *args: Any, rules: tuple[str, ...] = (), backend: Backend = ACCELERATOR
 ) -> float:
     """Bytes that one device reads and writes."""
-    made = prepared(fn, args, mesh_of(data=4), donate_argnums=0)
-    predictor = Predictor(made.problem, MEMORY_ONLY, made.traced.call.donated, backend)
-    return predictor.predict(layout_of(made, *rules)).compute_s
+    setup = prepared(fn, args, mesh_of(data=4), donate_argnums=0)
+    predictor = Predictor(setup.problem, MEMORY_ONLY, setup.traced.call.donated, backend)
+    return predictor.predict(layout_of(setup, *rules)).compute_s
 
 
 @pytest.mark.parametrize("backend", [ACCELERATOR, CPU])
