@@ -27,7 +27,7 @@ from autoshard.axes.sharding_rules import FactorKind
 from autoshard.evidence.candidate import Skipped
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Scope
 from autoshard.layout.problem import Problem
-from autoshard.search.axis_bytes import activation_bytes
+from autoshard.search.axis_sizes import activation_bytes, dividing_mesh_axes
 from autoshard.tracing.program import Value
 
 LARGE = 0.01
@@ -102,8 +102,8 @@ class _Usage:
     """
 
     def __init__(self, problem: Problem) -> None:
+        self._problem = problem
         self._logical_axes = problem.logical_axes
-        self._mesh_sizes = [size for size in problem.mesh_axes.values() if size > 1]
         leaves = list(zip(problem.program.body.inputs, problem.groups.of_input, strict=True))
         self.parameters = [leaf for leaf, group in leaves if group is Group.PARAMETER]
         self.data = [leaf for leaf, group in leaves if group is Group.DATA]
@@ -142,10 +142,7 @@ class _Usage:
 
     def is_divided(self, logical_axis: int) -> bool:
         """True if some mesh axis divides some size of the logical axis."""
-        for size in self._logical_axes.axes[logical_axis].sizes:
-            if any(size % axis_size == 0 for axis_size in self._mesh_sizes):
-                return True
-        return False
+        return bool(dividing_mesh_axes(self._problem, logical_axis))
 
     def has_one_class(self, logical_axis: int) -> bool:
         """True if all dimensions of the logical axis are one, not alike ones of several layers."""

@@ -36,17 +36,8 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
 from autoshard.search.presets import Preset, find_parts, presets
 from autoshard.search.simplify_rules import RuleSimplifier
-from autoshard.search.space import (
-    Lists,
-    Point,
-    Space,
-    every_list,
-    exchanges,
-    make_space,
-    neighbours,
-    refinements,
-    rules_of,
-)
+from autoshard.search.moves import exchanges, neighbours, refinements
+from autoshard.search.space import Lists, Point, Space, every_list, make_space, rules_of
 
 ASKS = 40
 ASKED_AT_ONCE = 8

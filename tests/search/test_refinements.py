@@ -12,8 +12,9 @@ from autoshard.layout.axis_rule import EVERYWHERE, AxisRule, Scope
 from autoshard.layout.constraints import constraints_for
 from autoshard.layout.layout import Layout
 from autoshard.layout.placements import Placements
+from autoshard.search.moves import refinements
 from autoshard.search.simplify_rules import RuleSimplifier
-from autoshard.search.space import make_space, refinements
+from autoshard.search.space import make_space
 from tests.models import decoder_args, decoder_step
 
 

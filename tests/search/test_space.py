@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from autoshard.layout.axis_rule import OPTIMIZER, AxisRule, Scope
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared
+from autoshard.search.moves import exchanges, neighbours, refinements
 from autoshard.search.presets import find_parts, presets
 from autoshard.search.space import (
     MAX_LOGICAL_AXES,
     PLACES,
     Space,
     every_list,
-    exchanges,
     make_space,
-    neighbours,
-    refinements,
     rules_of,
 )
 from tests.models import decoder_args, decoder_step

@@ -1,4 +1,4 @@
-"""How many bytes have a logical axis: the larger, the more its sharding decides."""
+"""How large logical axes are: the larger, the more their sharding decides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Iterable
 
 from autoshard.layout.problem import Problem
 from autoshard.tracing.program import Value
+
+
+def dividing_mesh_axes(problem: Problem, logical_axis: int) -> list[str]:
+    """Mesh axes of several devices that divide some dimension of a logical axis."""
+    sizes = problem.logical_axes.axes[logical_axis].sizes
+    return [
+        name
+        for name, devices in problem.mesh_axes.items()
+        if devices > 1 and any(size % devices == 0 for size in sizes)
+    ]
 
 
 def activation_bytes(problem: Problem) -> Counter[int]:
@@ -26,6 +36,6 @@ def argument_bytes(problem: Problem) -> Counter[int]:
 
 def _add(total: Counter[int], problem: Problem, values: Iterable[Value], times: int) -> None:
     for value in values:
-        # Once a value, though attention scores have the sequence twice.
+        # Once a value: attention scores have the sequence twice.
         for logical_axis in set(problem.logical_axes.of_value[value.index]):
             total[logical_axis] += times * value.bytes
