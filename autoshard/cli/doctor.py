@@ -24,12 +24,13 @@ from autoshard.search.study.storage import (
     study_names,
     without_password,
 )
+from autoshard.text import BINARY_UNITS, first_line
 
 CONNECT_S = 5.0
 """How long a storage may take to answer: this command is for a user who waits. Chosen by hand; no
 test depends on it."""
 
-MIN_FREE_BYTES = 2**30
+MIN_FREE_BYTES = BINARY_UNITS["GiB"]
 """Room for temporary files below which a compiler may fail: a dump of a large program and its
 spilled buffers are hundreds of MB. Chosen by hand; no test depends on it."""
 
@@ -80,7 +81,7 @@ def _devices() -> Diagnosis:
         fix = (
             "Set JAX_PLATFORMS=cpu to work on the host, or mend the driver that the message names."
         )
-        return Diagnosis("devices", "broken", str(error).splitlines()[0], fix)
+        return Diagnosis("devices", "broken", first_line(str(error)), fix)
     kind = f"{len(devices)} {devices[0].platform} ({devices[0].device_kind})"
     fix = "A mesh needs several: --cpu-devices 8 makes fake ones to try."
     return Diagnosis("devices", "ok", kind, fix if len(devices) == 1 else "")
@@ -134,9 +135,9 @@ def _temporary() -> Diagnosis:
     file_system = os.statvfs(folder)
     free_bytes = file_system.f_bavail * file_system.f_frsize
     if free_bytes < MIN_FREE_BYTES:
-        state = f"{free_bytes >> 20} MiB free in {folder}"
+        state = f"{free_bytes // BINARY_UNITS['MiB']} MiB free in {folder}"
         return Diagnosis(what, "broken", state, "Set TMPDIR.")
-    return Diagnosis(what, "ok", f"{free_bytes >> 30} GiB free in {folder}")
+    return Diagnosis(what, "ok", f"{free_bytes // BINARY_UNITS['GiB']} GiB free in {folder}")
 
 
 def _storage(where: str) -> Diagnosis:

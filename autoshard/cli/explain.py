@@ -12,6 +12,7 @@ import typer
 from autoshard._apply import apply
 from autoshard.cli.factory import call_factory, use_cpu_devices
 from autoshard.cli.options import CpuDevices, Factory, Hardware, Table
+from autoshard.devices.mesh_text import axes_text
 from autoshard.table.spec_table import SpecTable, candidates_of
 
 
@@ -42,7 +43,7 @@ def explain(
         use_cpu_devices(max(cpu_devices, math.prod(axes.values())))
     arguments = _apply_arguments(factory)
     arguments |= {
-        "mesh": ",".join(f"{name}={size}" for name, size in axes.items()),
+        "mesh": axes_text(axes),
         "layout": loaded,
     }
     if samples_per_step is not None:

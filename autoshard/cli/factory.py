@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from autoshard.errors import ArgumentError, FactoryError, ProcessesError
+from autoshard.text import first_line
 
 LISTED = 10
 """So many functions of a module are listed in a message. Chosen by hand; no test depends on it."""
@@ -141,7 +142,7 @@ def use_processes(how: str | None) -> None:
     try:
         jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(str(error))
         raise ProcessesError(
             f"--distributed {how}: {reason}. Start all processes at the same time, and say where "
             f"process 0 listens: HOST:PORT,COUNT,NUMBER."

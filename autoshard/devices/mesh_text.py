@@ -1,15 +1,11 @@
-"""Meshes as text."""
+"""Meshes as text: `data=4,model=2`."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from autoshard.errors import MeshError
-
-if TYPE_CHECKING:
-    pass
-
 
 _AXIS = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\d+)\s*$")
 
@@ -33,3 +29,12 @@ def parse_axes(text: str) -> dict[str, int]:
             )
         axes[match[1]] = int(match[2])
     return axes
+
+
+def axes_text(axes: Mapping[str, int]) -> str:
+    """A mesh string of axis sizes.
+
+    >>> axes_text({"data": 4, "model": 2})
+    'data=4,model=2'
+    """
+    return ",".join(f"{name}={size}" for name, size in axes.items())

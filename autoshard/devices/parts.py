@@ -1,4 +1,4 @@
-"""What is known of the parts that can be a target: numbers only, each with its source.
+"""The parts that can be a target: numbers only, each with its source.
 
 TPU: `hbm_bytes` is what the TPU compiler itself says is there ("exceeds available HBM (15.75G)",
 libtpu 0.0.42.1 and 0.0.50.1, 2026-11-29). `clock_hz` turns the compiler's estimated cycles into
@@ -23,8 +23,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autoshard.errors import TargetError
+from autoshard.text import BINARY_UNITS
 
-GIB = 2**30
+_KIB, _MIB, _GIB = BINARY_UNITS["KiB"], BINARY_UNITS["MiB"], BINARY_UNITS["GiB"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ class TpuPart:
 
 
 _TPUS = {
-    "v4": TpuPart("TPU v4", (16, 16, 16), int(30.75 * GIB), 1.05e9, megacore=True),
-    "v5e": TpuPart("TPU v5 lite", (16, 16), int(15.75 * GIB), 1.503e9),
-    "v5p": TpuPart("TPU v5", (16, 20, 28), int(95.73 * GIB), 1.751e9),
-    "v6e": TpuPart("TPU v6 lite", (16, 16), int(31.24 * GIB), 1.751e9),
+    "v4": TpuPart("TPU v4", (16, 16, 16), int(30.75 * _GIB), 1.05e9, megacore=True),
+    "v5e": TpuPart("TPU v5 lite", (16, 16), int(15.75 * _GIB), 1.503e9),
+    "v5p": TpuPart("TPU v5", (16, 20, 28), int(95.73 * _GIB), 1.751e9),
+    "v6e": TpuPart("TPU v6 lite", (16, 16), int(31.24 * _GIB), 1.751e9),
 }
 TPUS: Mapping[str, TpuPart] = MappingProxyType(_TPUS)
 
@@ -84,6 +85,8 @@ class GpuPart:
     def description(self) -> str:
         """As the GPU compiler reads it: the text form of its target configuration."""
         major, minor = self.compute_capability
+        # Instructions that one architecture has alone (wgmma: sm_90a, not sm_90); without them the
+        # compiler would plan for slower matmuls.
         accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""gpu_device_info {{
   name: "{self.device_kind}"
@@ -96,7 +99,7 @@ class GpuPart:
   memory_bandwidth: {self.memory_bytes_per_s}
   l2_cache_size: {self.l2_bytes}
   shared_memory_per_core: {self.shared_bytes}
-  shared_memory_per_block: {48 * 1024}
+  shared_memory_per_block: {48 * _KIB}
   shared_memory_per_block_optin: {self.shared_bytes_of_block}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
@@ -114,35 +117,62 @@ device_description_str: "{self.device_kind}"
 """
 
 
-_KIB = 1024
 _GPUS = {
     "a100": GpuPart(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, int(79.1 * GIB), 2_039_000_000_000,
-        40 * _KIB**2, 164 * _KIB, 163 * _KIB,
+        device_kind="NVIDIA A100-SXM4-80GB",
+        compute_capability=(8, 0),
+        multiprocessors=108,
+        clock_ghz=1.41,
+        memory_bytes=int(79.1 * _GIB),
+        memory_bytes_per_s=2_039_000_000_000,
+        l2_bytes=40 * _MIB,
+        shared_bytes=164 * _KIB,
+        shared_bytes_of_block=163 * _KIB,
     ),
     "h100": GpuPart(
-        "NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, int(79.1 * GIB), 3_350_000_000_000,
-        50 * _KIB**2, 228 * _KIB, 227 * _KIB,
+        device_kind="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        multiprocessors=132,
+        clock_ghz=1.98,
+        memory_bytes=int(79.1 * _GIB),
+        memory_bytes_per_s=3_350_000_000_000,
+        l2_bytes=50 * _MIB,
+        shared_bytes=228 * _KIB,
+        shared_bytes_of_block=227 * _KIB,
     ),
     "h200": GpuPart(
-        "NVIDIA H200", (9, 0), 132, 1.98, int(139.8 * GIB), 4_800_000_000_000,
-        50 * _KIB**2, 228 * _KIB, 227 * _KIB,
+        device_kind="NVIDIA H200",
+        compute_capability=(9, 0),
+        multiprocessors=132,
+        clock_ghz=1.98,
+        memory_bytes=int(139.8 * _GIB),
+        memory_bytes_per_s=4_800_000_000_000,
+        l2_bytes=50 * _MIB,
+        shared_bytes=228 * _KIB,
+        shared_bytes_of_block=227 * _KIB,
     ),
     "b200": GpuPart(
-        "NVIDIA B200", (10, 0), 148, 1.965, int(178.4 * GIB), 7_700_000_000_000,
-        126 * _KIB**2, 228 * _KIB, 227 * _KIB,
+        device_kind="NVIDIA B200",
+        compute_capability=(10, 0),
+        multiprocessors=148,
+        clock_ghz=1.965,
+        memory_bytes=int(178.4 * _GIB),
+        memory_bytes_per_s=7_700_000_000_000,
+        l2_bytes=126 * _MIB,
+        shared_bytes=228 * _KIB,
+        shared_bytes_of_block=227 * _KIB,
     ),
-}  # fmt: skip
+}
 GPUS: Mapping[str, GpuPart] = MappingProxyType(_GPUS)
 
 
-def gpu_description(part: str, name: str, known: str) -> str:
-    """The description of a part known here, or the text of a captured one.
+def gpu_description(part: str, name: str, forms: str) -> str:
+    """The description of a part that is listed here, or the text of a captured one.
 
     Args:
         part: A name of `GPUS`, or a path.
         name: The whole target, for messages.
-        known: What targets there are, for messages.
+        forms: What targets there are, for messages.
 
     Raises:
         TargetError: If it is neither.
@@ -152,14 +182,13 @@ def gpu_description(part: str, name: str, known: str) -> str:
     path = Path(part)
     if not path.is_file():
         raise TargetError(
-            f"target {name!r}: there is no GPU {part!r}, and no file of that name. {known}"
+            f"target {name!r}: there is no GPU {part!r}, and no file of that name. {forms}"
         )
     text = path.read_text(encoding="utf-8", errors="replace")
     if "gpu_device_info" not in text or "cuda_compute_capability" not in text:
         raise TargetError(
             f"target {name!r}: {part} is no description of a GPU (it names no gpu_device_info with "
-            f"a "
-            f"cuda_compute_capability). Write one on a machine that has the GPU: autoshard "
+            f"a cuda_compute_capability). Write one on a machine that has the GPU: autoshard "
             f"capture-target --out {part}."
         )
     return text

@@ -1,15 +1,15 @@
-"""Targets: hardware that is not here, as a Mesh that is planned for and compiled for, and never run
-on.
+"""Targets: hardware that is not here, as a Mesh to plan and compile for, never to run on.
 
 A target is named `platform:part:shape`: `tpu:v5e:16x16` (chips; `tpu:v5e:4x4*2` is two slices
 joined by the data-centre network), `gpu:h100:4x8` (hosts x GPUs), `cpu:64`. Its devices are plain
 values of this module that know their place; jax traces and lowers for them as for any device, with
-nothing installed but jax. Only the process that compiles (`compile_worker`) opens the real
-compilers, through `target_topology`.
+nothing installed but jax. Only the process that compiles (`compiler.worker`) opens the real
+compilers, through `topology`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
 
-from autoshard.devices.mesh_text import parse_axes
+from autoshard.devices.mesh_text import axes_text, parse_axes
 from autoshard.devices.parts import GPUS, TPUS, gpu_description
 from autoshard.errors import TargetError
 
@@ -53,12 +53,10 @@ class Target:
 
     def __str__(self) -> str:
         grid = "x".join(map(str, self.shape))
+        if self.platform == "cpu":
+            return f"cpu:{grid}"
         times = f"*{self.slices}" if self.slices > 1 else ""
-        return (
-            f"cpu:{grid}"
-            if self.platform == "cpu"
-            else f"{self.platform}:{self.part}:{grid}{times}"
-        )
+        return f"{self.platform}:{self.part}:{grid}{times}"
 
     @property
     def device_count(self) -> int:
@@ -71,19 +69,17 @@ class Target:
         if self.platform == "tpu":
             return TPUS[self.part].device_kind
         if self.platform == "gpu":
-            named = re.search(r'\bdevice_description_str: "([^"]*)"', self.description)
-            return named[1] if named else self.part
+            kind = re.search(r'\bdevice_description_str: "([^"]*)"', self.description)
+            return kind[1] if kind else self.part
         return "cpu"
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a device that a program may use; None where that is no property of the part
-        (CPU).
-        """
+        """Memory of a device that a program may use; None where that is the host's (CPU)."""
         if self.platform == "tpu":
             return TPUS[self.part].hbm_bytes
-        found = re.search(r"\bdevice_memory_size: (\d+)", self.description)
-        return int(found[1]) if found else None
+        size = re.search(r"\bdevice_memory_size: (\d+)", self.description)
+        return int(size[1]) if size else None
 
     @property
     def clock_hz(self) -> float | None:
@@ -92,22 +88,23 @@ class Target:
 
     def devices(self) -> list[TargetDevice]:
         """The devices: by slice, then by host, or by coordinates with x fastest."""
+        if self.platform == "tpu":
+            return self._chips()
         if self.platform == "gpu":
-            hosts, per_host = self.shape
-            return [
-                TargetDevice(self, h * per_host + i, process_index=h)
-                for h in range(hosts)
-                for i in range(per_host)
-            ]
-        if self.platform == "cpu":
-            return [TargetDevice(self, i) for i in range(self.shape[0])]
-        x_size, y_size, z_size = (*self.shape, 1)[:3]
-        places = [(x, y, z) for z in range(z_size) for y in range(y_size) for x in range(x_size)]
-        found: list[TargetDevice] = []
+            _, per_host = self.shape
+            count = self.device_count
+            return [TargetDevice(self, i, process_index=i // per_host) for i in range(count)]
+        return [TargetDevice(self, i) for i in range(self.device_count)]
+
+    def _chips(self) -> list[TargetDevice]:
+        x_size, y_size, z_size = (*self.shape, 1)[:3]  # TPUs of two dimensions lie in a plane
+        zyx = list(itertools.product(range(z_size), range(y_size), range(x_size)))
+        chips: list[TargetDevice] = []
         for slice_index in range(self.slices):
-            for place in places:
-                found.append(TargetDevice(self, len(found), coords=place, slice_index=slice_index))
-        return found
+            for z, y, x in zyx:
+                chip = TargetDevice(self, len(chips), coords=(x, y, z), slice_index=slice_index)
+                chips.append(chip)
+        return chips
 
 
 class _Client:
@@ -128,8 +125,8 @@ class _Client:
         """What `lowered.compile()` comes to."""
         raise TargetError(
             f"{self._target} is not here: nothing can be loaded or run on it in this process. "
-            f"autoshard.optimize "
-            f"compiles for it in processes of its own, and plan.lower(...) gives the program."
+            f"autoshard.optimize compiles for it in processes of its own, and plan.lower(...) "
+            f"gives the program."
         )
 
 
@@ -180,7 +177,7 @@ def parse_target(name: str) -> Target:
     (32, 'NVIDIA H100 80GB HBM3')
 
     Raises:
-        TargetError: If there is no such target; the known ones are listed.
+        TargetError: If there is no such target; the message lists what there is.
     """
     if not isinstance(name, str):
         raise TargetError(f"target {name!r} is a {type(name).__name__}; {KNOWN}")
@@ -197,40 +194,39 @@ def parse_target(name: str) -> Target:
 
 
 def _tpu(name: str, part: str, shape: tuple[int, ...], slices: int) -> Target:
+    """The TPU target of a name, taken apart.
+
+    Raises:
+        TargetError: If there are no such slices.
+    """
     if part not in TPUS:
         raise TargetError(f"target {name!r}: there is no TPU {part!r}. {KNOWN}")
-    facts = TPUS[part]
-    if len(shape) != len(facts.largest):
-        example = "x".join(["4"] * len(facts.largest))
+    largest = TPUS[part].largest
+    if len(shape) != len(largest):
+        example = "x".join(["4"] * len(largest))
         raise TargetError(
-            f"target {name!r}: slices of {part} have {len(facts.largest)} dimensions, not "
-            f"{len(shape)}. "
+            f"target {name!r}: slices of {part} have {len(largest)} dimensions, not {len(shape)}. "
             f"Write for example tpu:{part}:{example}."
         )
-    if (
-        not slices
-        or not all(shape)
-        or any(size > most for size, most in zip(shape, facts.largest, strict=True))
-    ):
-        largest = "x".join(map(str, facts.largest))
+    fits = all(1 <= size <= most for size, most in zip(shape, largest, strict=True))
+    if not slices or not fits:
+        largest_text = "x".join(map(str, largest))
         raise TargetError(
-            f"target {name!r}: slices of {part} go up to {largest}, from 1 in each dimension."
+            f"target {name!r}: slices of {part} go up to {largest_text}, from 1 in each dimension."
         )
     odd = [size for size in shape[:2] if size > 1 and size % 2]
     if odd:
         raise TargetError(
             f"target {name!r}: hosts have 2x2 chips, which {odd[0]} does not divide by. Use even "
-            f"sizes in the first "
-            f"two dimensions."
+            f"sizes in the first two dimensions."
         )
     return Target("tpu", part, shape, slices)
 
 
 KNOWN = (
     f"Known are tpu:PART:XxY or XxYxZ with PART one of {', '.join(TPUS)} (chips; *N at the end for "
-    f"N slices), "
-    f"gpu:PART:HOSTSxGPUS with PART one of {', '.join(GPUS)} or the path of a description that "
-    f"`autoshard capture-target` wrote, and cpu:DEVICES; for example tpu:v5e:4x4, tpu:v5e:16x16*2, "
+    f"N slices), gpu:PART:HOSTSxGPUS with PART one of {', '.join(GPUS)} or the path of a "
+    f"description that `autoshard capture-target` wrote, and cpu:DEVICES; for example tpu:v5e:4x4, tpu:v5e:16x16*2, "
     f"gpu:h100:4x8."
 )
 
@@ -254,15 +250,15 @@ def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
     >>> dict(target("cpu:8", "data=4,model=2").shape)
     {'data': 4, 'model': 2}
     """
-    wanted = parse_target(name)
+    hardware = parse_target(name)
     axes = parse_axes(mesh) if isinstance(mesh, str) else dict(mesh)
-    need = math.prod(axes.values())
-    if need != wanted.device_count:
+    count = math.prod(axes.values())
+    if count != hardware.device_count:
         raise TargetError(
-            f"mesh {_axes_text(axes)} has {need} devices, but {wanted} has {wanted.device_count}. "
-            f"Use sizes whose product is {wanted.device_count}."
+            f"mesh {axes_text(axes)} has {count} devices, but {hardware} has "
+            f"{hardware.device_count}. Use sizes whose product is {hardware.device_count}."
         )
-    return Mesh(_arranged(wanted, axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(_arranged(hardware, axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def mesh_on(target_name: str | None, mesh: Mesh | str) -> Mesh | str:
@@ -276,46 +272,49 @@ def mesh_on(target_name: str | None, mesh: Mesh | str) -> Mesh | str:
     if not isinstance(mesh, str):
         raise TargetError(
             f"target={target_name!r} with a mesh that has devices already. Write the mesh as text, "
-            f"such as "
-            f"'data=4,model=4', or leave target out."
+            f"such as 'data=4,model=4', or leave target out."
         )
     return target(target_name, mesh)
 
 
-def _arranged(wanted: Target, axes: Mapping[str, int]) -> NDArray[Any]:
+def _arranged(target: Target, axes: Mapping[str, int]) -> NDArray[Any]:
     """The devices in the shape of the mesh: TPU chips so that neighbours of the mesh are neighbours
     of the torus.
     """
-    devices, shape = wanted.devices(), tuple(axes.values())
-    if wanted.platform != "tpu":
-        return _grid(devices, shape)
-    if wanted.slices == 1:
+    devices, shape = target.devices(), tuple(axes.values())
+    if target.platform != "tpu":
+        grid = np.empty(len(devices), dtype=object)
+        grid[:] = devices
+        return grid.reshape(shape)
+    if target.slices == 1:
         return _on_torus(devices, shape)
-    first, size = next(((i, n) for i, n in enumerate(shape) if n > 1))
-    if size % wanted.slices:
+    return _over_slices(target, axes)
+
+
+def _over_slices(target: Target, axes: Mapping[str, int]) -> NDArray[Any]:
+    """The chips of several slices, one slice after the other along the first axis of the mesh.
+
+    Raises:
+        TargetError: If that axis does not take them.
+    """
+    shape = list(axes.values())
+    first = next(i for i, size in enumerate(shape) if size > 1)
+    if shape[first] % target.slices:
         name = list(axes)[first]
         raise TargetError(
-            f"mesh {_axes_text(axes)}: the {wanted.slices} slices of {wanted} lie along its first "
-            f"axis, {name!r}, "
-            f"whose size {size} they do not divide. Make it a multiple of {wanted.slices}."
+            f"mesh {axes_text(axes)}: the {target.slices} slices of {target} lie along its first "
+            f"axis, {name!r}, whose size {shape[first]} they do not divide. Make it a multiple of "
+            f"{target.slices}."
         )
-    inner = tuple(n // wanted.slices if i == first else n for i, n in enumerate(shape))
-    of_slice = [[d for d in devices if d.slice_index == s] for s in range(wanted.slices)]
-    return np.concatenate([_on_torus(chips, inner) for chips in of_slice], axis=first)
+    shape[first] //= target.slices
+    chips_of_slice: list[list[TargetDevice]] = [[] for _ in range(target.slices)]
+    for chip in target.devices():
+        chips_of_slice[chip.slice_index].append(chip)
+    slices = [_on_torus(chips, tuple(shape)) for chips in chips_of_slice]
+    return np.concatenate(slices, axis=first)
 
 
 def _on_torus(chips: list[TargetDevice], shape: tuple[int, ...]) -> NDArray[Any]:
-    found: NDArray[Any] = mesh_utils.create_device_mesh(
-        shape, chips, allow_split_physical_axes=True
-    )
-    return found
-
-
-def _grid(devices: list[TargetDevice], shape: tuple[int, ...]) -> NDArray[Any]:
-    grid = np.empty(len(devices), dtype=object)
-    grid[:] = devices
-    return grid.reshape(shape)
-
-
-def _axes_text(axes: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={size}" for name, size in axes.items())
+    """The chips of a slice in the shape of a mesh, as jax arranges them."""
+    mesh: NDArray[Any] = mesh_utils.create_device_mesh(shape, chips, allow_split_physical_axes=True)
+    return mesh

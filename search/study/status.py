@@ -15,7 +15,7 @@ from autoshard.search.study.claims import Claims, StudyTrial, claim_of
 from autoshard.search.study.shared_study import candidates_of
 from autoshard.search.study.task_id import COMPILATIONS, EVALUATIONS
 from autoshard.search.study.task_queue import TaskQueue
-from autoshard.text import seconds_text
+from autoshard.text import first_line, seconds_text
 
 COMPILED_PURPOSES = ("compiled", "next", "smallest")
 """Purposes for which candidates are chosen to be compiled."""
@@ -107,7 +107,7 @@ def _candidates(claims: Claims) -> dict[str, Candidate]:
 
 def _rejected(candidates: Mapping[str, Candidate]) -> tuple[tuple[str, str], ...]:
     rejected = [candidate for candidate in candidates.values() if candidate.rejected]
-    return tuple((candidate.name, candidate.reason.splitlines()[0]) for candidate in rejected)
+    return tuple((candidate.name, first_line(candidate.reason)) for candidate in rejected)
 
 
 def _best(candidates: Mapping[str, Candidate]) -> Candidate | None:

@@ -11,10 +11,9 @@ import pytest
 
 import autoshard
 from autoshard import Effort, ExtraError, TargetError, optimize
-from autoshard._optimize import resolve_hardware
 from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
 from autoshard.compiler.pool import read_refusal
-from autoshard.cost_model.hardware.hardware import PRESETS
+from autoshard.cost_model.hardware.hardware import PRESETS, resolve_hardware
 from autoshard.devices.parts import GPUS
 from autoshard.devices.target import parse_target
 from autoshard.layout.mesh import resolve_mesh
@@ -40,7 +39,7 @@ def test_a_target_is_a_mesh(name: str, mesh: str, kind: str, far: tuple[str, ...
     assert made == autoshard.target(name, mesh)
     assert (str(info.target), info.device_kind, info.far_axes) == (name, kind, far)
     assert len(set(made.devices.flat)) == parse_target(name).device_count
-    hardware = resolve_hardware(None, info)
+    hardware = resolve_hardware(None, info.device_kind, info.far_axes)
     assert hardware.name in PRESETS
     assert all(hardware.link_for(axis) == hardware.dcn for axis in far)
 
