@@ -47,7 +47,7 @@ ROUNDS = 160
 
 HUBER = 0.3
 """Relative errors beyond this count linearly: alpha-beta itself is off by so much between the sizes
-of one collective. `test_one_wild_measurement_hardly_matters` fails with a large one."""
+of one collective. `test_one_wild_measurement_hardly_matters` fails where all count by squares."""
 
 FASTEST_PER_S = 1e18
 """Flops or bytes a second beyond which a rate is none: nothing is that fast. A fit ends there where
