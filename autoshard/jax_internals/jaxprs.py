@@ -191,6 +191,11 @@ def frames_of(eqn: JaxprEqn) -> tuple[tuple[str, int, int, int, int], ...]:
     )
 
 
+def name_stack_of(eqn: JaxprEqn) -> str:
+    """Name scopes and transformations that an equation was traced under."""
+    return str(eqn.source_info.name_stack)
+
+
 def has_effects(eqn: JaxprEqn) -> bool:
     """True if running the equation does more than compute its results."""
     return bool(eqn.effects)

@@ -4,7 +4,9 @@ leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, filterfalse
 from typing import Any
 
 import jax
@@ -14,93 +16,126 @@ from autoshard.tracing.signature import Call
 from autoshard.tracing.trace import Traced
 
 Carry = Mapping[int | str, int | str] | Sequence[tuple[int | str, int | str]] | None
+"""Argument to output, as `optimize` takes it."""
 
 
-def _arguments(call: Call) -> Iterator[tuple[int | str, Any, list[int]]]:
-    """(owner, treedef, array leaf numbers) of every dynamic argument."""
-    positional, keyword = call.treedef.children()
-    number = {flat: i for i, flat in enumerate(call.array_positions)}
-    static = {i for i, _ in call.statics if isinstance(i, int)}
-    flat = 0
-    position = 0
-    for child in positional.children():
-        while position in static:
-            position += 1
-        leaves = [number[flat + i] for i in range(child.num_leaves) if flat + i in number]
-        yield position, child, leaves
-        flat += child.num_leaves
-        position += 1
-    for name, child in zip(
-        keyword.node_data()[1] if keyword.node_data() else (), keyword.children(), strict=True
-    ):
-        yield name, child, [number[flat + i] for i in range(child.num_leaves) if flat + i in number]
-        flat += child.num_leaves
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An argument, a top-level part of the output, or the whole output.
 
-
-def _results(traced: Traced) -> Iterator[tuple[int | str, Any, list[int]]]:
-    """(name, treedef, array leaf numbers) of the whole output, and of each of its top-level
-    parts.
+    Attributes:
+        name: Its position or name.
+        treedef: Its structure.
+        leaves: Numbers of its array leaves, among those of all arguments or outputs.
     """
-    static = dict(traced.static_outputs)
-    numbers: dict[int, int] = {}
-    for flat in range(traced.num_outputs):
-        if flat not in static:
-            numbers[flat] = len(numbers)
+
+    name: int | str
+    treedef: Any
+    leaves: list[int]
+
+
+def _parts(
+    names: Iterable[int | str], treedefs: Iterable[Any], number_of: Mapping[int, int]
+) -> Iterator[_Part]:
+    """The parts of a tree, in order.
+
+    Args:
+        names: Their names.
+        treedefs: Their structures.
+        number_of: By number of a leaf of the tree, its number among the array leaves.
+    """
+    first = 0
+    for name, treedef in zip(names, treedefs, strict=True):
+        flat = range(first, first + treedef.num_leaves)
+        yield _Part(name, treedef, [number_of[i] for i in flat if i in number_of])
+        first += treedef.num_leaves
+
+
+def _arguments(call: Call) -> Iterator[_Part]:
+    """Every dynamic argument."""
+    positional, keyword = call.treedef.children()
+    static = {name for name, _ in call.statics}
+    positions = filterfalse(static.__contains__, count())
+    keywords = keyword.node_data()[1] if keyword.node_data() else ()
+    names = [position for position, _ in zip(positions, positional.children(), strict=False)]
+    number_of = {flat: number for number, flat in enumerate(call.array_positions)}
+    treedefs = chain(positional.children(), keyword.children())
+    yield from _parts([*names, *keywords], treedefs, number_of)
+
+
+def _results(traced: Traced) -> Iterator[_Part]:
+    """Each top-level part of the output, then the whole."""
+    static = {flat for flat, _ in traced.static_outputs}
+    arrays = [flat for flat in range(traced.num_outputs) if flat not in static]
+    number_of = {flat: number for number, flat in enumerate(arrays)}
     tree = traced.out_tree
-    parts = tree.children() if tree.num_leaves and tree.node_data() is not None else []
-    flat = 0
-    names = _part_names(tree)
-    for name, child in zip(names, parts, strict=True):
-        yield (
-            name,
-            child,
-            [numbers[flat + i] for i in range(child.num_leaves) if flat + i in numbers],
-        )
-        flat += child.num_leaves
-    yield "out", tree, [numbers[i] for i in range(traced.num_outputs) if i in numbers]
+    has_parts = tree.num_leaves and tree.node_data() is not None
+    yield from _parts(_part_names(tree), tree.children() if has_parts else [], number_of)
+    yield _Part("out", tree, list(range(len(arrays))))
 
 
 def _part_names(tree: Any) -> list[int | str]:
-    data = tree.node_data()
-    if data is None:
+    """Keys of a dict or of a node with as many, else positions."""
+    if tree.node_data() is None:
         return []
-    keys = data[1]
-    if data[0] is dict or (isinstance(keys, list) and len(keys) == len(tree.children())):
-        return [str(k) for k in keys]
-    return list(range(len(tree.children())))
+    kind, keys = tree.node_data()
+    children = len(tree.children())
+    if kind is dict or (isinstance(keys, list) and len(keys) == children):
+        return [str(key) for key in keys]
+    return list(range(children))
 
 
 def matching_state(traced: Traced, *, donated_only: bool) -> tuple[tuple[int, int], ...]:
-    """Pairs (input leaf, output leaf) of arguments that an output matches in structure, shapes and
-    dtypes.
+    """Pairs (input leaf, output leaf) of arguments that an output matches leaf by leaf.
+
+    An output matches that has the same structure, shapes and dtypes; the first counts, and feeds
+    one argument only.
 
     Args:
         traced: The traced call.
         donated_only: Consider donated arguments only (the default `carry` of a plan).
     """
-    call, outputs = traced.call, traced.program.body.outputs
-    inputs = traced.program.body.inputs
     taken: set[int] = set()
     pairs: list[tuple[int, int]] = []
-    for _, treedef, leaves in _arguments(call):
-        if not leaves or (donated_only and not all(call.donated[i] for i in leaves)):
+    for argument in _arguments(traced.call):
+        if not _may_be_state(traced.call, argument, donated_only):
             continue
-        if not donated_only and jax.tree_util.treedef_is_leaf(treedef):
-            # a bare array that comes back with its shape is as likely an activation (a residual
-            # block)
-            continue
-        for _, out_treedef, out_leaves in _results(traced):
-            if treedef != out_treedef or len(leaves) != len(out_leaves) or taken & set(out_leaves):
-                continue
-            same = all(
-                inputs[i].shape == outputs[o].shape and inputs[i].dtype == outputs[o].dtype
-                for i, o in zip(leaves, out_leaves, strict=True)
-            )
-            if same:
-                pairs += zip(leaves, out_leaves, strict=True)
-                taken |= set(out_leaves)
+        for output in _results(traced):
+            if taken.isdisjoint(output.leaves) and _matches(traced, argument, output):
+                pairs += zip(argument.leaves, output.leaves, strict=True)
+                taken.update(output.leaves)
                 break
     return tuple(pairs)
+
+
+def _may_be_state(call: Call, argument: _Part, donated_only: bool) -> bool:
+    if not argument.leaves:
+        return False
+    if donated_only:
+        return all(call.donated[leaf] for leaf in argument.leaves)
+    # A bare array that comes back with its shape is as likely an activation (a residual block).
+    return not jax.tree_util.treedef_is_leaf(argument.treedef)
+
+
+def _matches(traced: Traced, argument: _Part, output: _Part) -> bool:
+    if not _same_structure(argument, output):
+        return False
+    return _first_unlike(traced, argument, output) is None
+
+
+def _same_structure(argument: _Part, output: _Part) -> bool:
+    same_tree = bool(argument.treedef == output.treedef)
+    return same_tree and len(argument.leaves) == len(output.leaves)
+
+
+def _first_unlike(traced: Traced, argument: _Part, output: _Part) -> tuple[int, int] | None:
+    """The first pair of leaves that differ in shape or dtype; None where all are alike."""
+    body = traced.program.body
+    for i, o in zip(argument.leaves, output.leaves, strict=True):
+        before, after = body.inputs[i], body.outputs[o]
+        if before.shape != after.shape or before.dtype != after.dtype:
+            return i, o
+    return None
 
 
 def resolve_carry(traced: Traced, carry: Carry) -> tuple[tuple[int, int], ...]:
@@ -118,40 +153,50 @@ def resolve_carry(traced: Traced, carry: Carry) -> tuple[tuple[int, int], ...]:
     """
     if carry is None:
         return matching_state(traced, donated_only=True)
+    arguments = {argument.name: argument for argument in _arguments(traced.call)}
+    outputs = {output.name: output for output in _results(traced)}
+    by_parameter = {
+        traced.call.paths[argument.leaves[0]].split("/")[0]: argument.name
+        for argument in arguments.values()
+        if argument.leaves
+    }
+    pairs: list[tuple[int, int]] = []
+    for name, output_name in _carry_items(carry):
+        stated = f"carry={{{name!r}: {output_name!r}}}"
+        argument = arguments.get(by_parameter.get(str(name), name))
+        output = outputs.get(output_name)
+        if argument is None or output is None:
+            raise ArgumentError(
+                f"{stated}: the arguments are {list(by_parameter) or list(arguments)} and the "
+                f"outputs {list(outputs)}. Name one of each."
+            )
+        _check_alike(traced, stated, argument, output)
+        pairs += zip(argument.leaves, output.leaves, strict=True)
+    return tuple(pairs)
+
+
+def _carry_items(
+    carry: Mapping[int | str, int | str] | Sequence[tuple[int | str, int | str]],
+) -> list[tuple[int | str, int | str]]:
+    """(argument, output) pairs; one pair may be passed bare: `carry=(0, 0)`."""
     items = list(carry.items()) if isinstance(carry, Mapping) else list(carry)
     if len(items) == 2 and all(isinstance(item, int | str) for item in items):
-        items = [(items[0], items[1])]  # type: ignore[list-item]
-    arguments = {owner: (tree, leaves) for owner, tree, leaves in _arguments(traced.call)}
-    by_name = {
-        traced.call.paths[leaves[0]].split("/")[0]: owner
-        for owner, (_, leaves) in arguments.items()
-        if leaves
-    }
-    results = {name: (tree, leaves) for name, tree, leaves in _results(traced)}
-    pairs: list[tuple[int, int]] = []
-    for argument, output in items:
-        owner = by_name.get(str(argument), argument)
-        if owner not in arguments or output not in results:
-            raise ArgumentError(
-                f"carry={{{argument!r}: {output!r}}}: the arguments are "
-                f"{list(by_name) or list(arguments)} "
-                f"and the outputs {list(results)}. Name one of each."
-            )
-        (tree, leaves), (out_tree, out_leaves) = arguments[owner], results[output]
-        inputs, outputs = traced.program.body.inputs, traced.program.body.outputs
-        if tree != out_tree or len(leaves) != len(out_leaves):
-            raise ArgumentError(
-                f"carry={{{argument!r}: {output!r}}}: the argument is {tree} and the output "
-                f"{out_tree}. "
-                f"They must have the same structure to feed each other."
-            )
-        for i, o in zip(leaves, out_leaves, strict=True):
-            if inputs[i].shape != outputs[o].shape or inputs[i].dtype != outputs[o].dtype:
-                raise ArgumentError(
-                    f"carry={{{argument!r}: {output!r}}}: {traced.call.paths[i]} is "
-                    f"{inputs[i].dtype}{list(inputs[i].shape)} but "
-                    f"{traced.program.output_paths[o]} is "
-                    f"{outputs[o].dtype}{list(outputs[o].shape)}."
-                )
-            pairs.append((i, o))
-    return tuple(pairs)
+        return [(items[0], items[1])]  # type: ignore[list-item]
+    return items
+
+
+def _check_alike(traced: Traced, stated: str, argument: _Part, output: _Part) -> None:
+    """Raises unless the output can be passed as the argument of the next step."""
+    if not _same_structure(argument, output):
+        raise ArgumentError(
+            f"{stated}: the argument is {argument.treedef} and the output {output.treedef}. They "
+            f"must have the same structure to feed each other."
+        )
+    unlike = _first_unlike(traced, argument, output)
+    if unlike is not None:
+        program, (i, o) = traced.program, unlike
+        before, after = program.body.inputs[i], program.body.outputs[o]
+        raise ArgumentError(
+            f"{stated}: {traced.call.paths[i]} is {before.dtype}{list(before.shape)} but "
+            f"{program.output_paths[o]} is {after.dtype}{list(after.shape)}."
+        )

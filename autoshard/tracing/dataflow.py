@@ -22,14 +22,14 @@ def forward(
 
     Args:
         program: The program.
-        facts: By `Value.index`, what is known to begin with.
-        join: Of two facts the one that holds of what is made from both; commutative, associative
-            and idempotent, so that there is a fixed point.
+        facts: By `Value.index`, what holds to begin with.
+        join: Of two facts the one that holds of what is computed from both; commutative,
+            associative and idempotent, so that there is a fixed point.
 
     Returns:
         By `Value.index`, the joined facts.
     """
-    known = list(facts)
+    fact_of = list(facts)
     changed = True
     while changed:  # twice for most programs: once more than the deepest chain of loop carries
         changed = False
@@ -38,10 +38,10 @@ def forward(
             if not eqn.bodies:
                 flows += [(source, target) for source in eqn.inputs for target in eqn.outputs]
             for source, target in flows:
-                joined = join(known[target.index], known[source.index])
-                changed |= joined != known[target.index]
-                known[target.index] = joined
-    return known
+                joined = join(fact_of[target.index], fact_of[source.index])
+                changed |= joined != fact_of[target.index]
+                fact_of[target.index] = joined
+    return fact_of
 
 
 def computed_from(program: Program, values: Iterable[Value]) -> set[int]:

@@ -1,5 +1,7 @@
-"""Axis class names that a model carries already: Flax NNX variables and Linen boxes. Used as
-names of roles.
+"""Names of dimensions that a model carries already: Flax NNX variables and Linen boxes.
+
+They become the names of logical axes, or specs where they are mesh axes. Flax is not imported here:
+without it there are no such boxes.
 """
 
 from __future__ import annotations
@@ -14,20 +16,23 @@ from jax.sharding import PartitionSpec
 from autoshard.tracing.signature import Call
 
 Names = tuple[str | tuple[str, ...] | None, ...]
+"""By dimension, its name; several where it is split over several mesh axes."""
 
 
 def dimension_names(call: Call) -> dict[int, Names]:
     """By argument leaf, what the model calls its dimensions; leaves without names are left out."""
     tree = jax.tree.unflatten(call.treedef, range(call.treedef.num_leaves))
     leaf_of = {position: leaf for leaf, position in enumerate(call.array_positions)}
-    found: dict[int, Names] = {}
-    for box in jax.tree.leaves(tree, is_leaf=lambda x: _names_of(x) is not None):
-        names = _names_of(box)
-        for position in jax.tree.leaves(box) if names is not None else ():
+    names_of: dict[int, Names] = {}
+    for box in jax.tree.leaves(tree, is_leaf=lambda node: _names_in(node) is not None):
+        names = _names_in(box)
+        if names is None:
+            continue
+        for position in jax.tree.leaves(box):
             leaf = leaf_of.get(position)
-            if names is not None and leaf is not None and len(names) == len(call.avals[leaf].shape):
-                found[leaf] = names
-    return found
+            if leaf is not None and len(names) == len(call.avals[leaf].shape):
+                names_of[leaf] = names
+    return names_of
 
 
 def logical_axis_names(call: Call) -> dict[tuple[int, int], str]:
@@ -43,38 +48,42 @@ def logical_axis_names(call: Call) -> dict[tuple[int, int], str]:
 def specs_from_names(
     call: Call, mesh_axes: tuple[str, ...]
 ) -> dict[str | re.Pattern[str], PartitionSpec]:
-    """By leaf path, the spec of each leaf whose names are all mesh axes: what `pins="metadata"`
-    keeps.
-    """
-    found: dict[str | re.Pattern[str], PartitionSpec] = {}
+    """By leaf path, the spec of each leaf whose names are all mesh axes (`pins="metadata"`)."""
+    specs: dict[str | re.Pattern[str], PartitionSpec] = {}
     for leaf, names in dimension_names(call).items():
-        flat = [
-            axis
-            for name in names
-            if name is not None
-            for axis in ([name] if isinstance(name, str) else name)
-        ]
-        if flat and set(flat) <= set(mesh_axes):
-            found[call.paths[leaf]] = PartitionSpec(*names)
-    return found
+        axes = {axis for name in names for axis in _mesh_axes(name)}
+        if axes and axes <= set(mesh_axes):
+            specs[call.paths[leaf]] = PartitionSpec(*names)
+    return specs
 
 
-def _names_of(value: Any) -> Names | None:
+def _mesh_axes(name: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    return (name,) if isinstance(name, str) else name
+
+
+def _names_in(box: Any) -> Names | None:
     """The names in a box, None for anything else."""
-    meta, nnx = sys.modules.get("flax.core.meta"), sys.modules.get("flax.nnx")
-    names: Any = None
-    if nnx is not None and isinstance(value, nnx.Variable):
-        metadata = value.get_metadata()
-        names = (
-            metadata.get("out_sharding")
-            or metadata.get("sharding_names")
-            or metadata.get("sharding")
-        )
-    elif meta is not None and isinstance(value, meta.AxisMetadata):
-        names = getattr(value, "names", None)
+    names = _metadata(box)
     if not isinstance(names, tuple):
         return None
-    return tuple(
-        name if isinstance(name, str) else tuple(name) if isinstance(name, tuple) else None
-        for name in names
-    )
+    return tuple(map(_normalised, names))
+
+
+def _metadata(box: Any) -> Any:
+    """Whatever a box holds as its names."""
+    linen, nnx = sys.modules.get("flax.core.meta"), sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(box, nnx.Variable):
+        metadata = box.get_metadata()
+        keys = ("out_sharding", "sharding_names", "sharding")  # by release of Flax, newest first
+        return next((metadata[key] for key in keys if metadata.get(key)), None)
+    if linen is not None and isinstance(box, linen.AxisMetadata):
+        return getattr(box, "names", None)
+    return None
+
+
+def _normalised(name: Any) -> str | tuple[str, ...] | None:
+    if isinstance(name, str):
+        return name
+    return tuple(name) if isinstance(name, tuple) else None

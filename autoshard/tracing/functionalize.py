@@ -1,8 +1,8 @@
 """Steps in the manner of `nnx.jit`: modules and optimizers go in, are changed in place, and only
 the rest is returned.
 
-`functionalize` makes a pure function of such a step: it returns what was changed before what the step
-returns. A plan calls that, and writes the changes back into the caller's objects. Flax is not
+`functionalize` makes a pure function of such a step: it returns what was changed before what the
+step returns. A plan calls that, and writes the changes back into the caller's objects. Flax is not
 imported here: without it there are no modules.
 """
 
@@ -27,8 +27,10 @@ class FunctionalizedStep:
         changed: Positions of the arguments that it changes.
     """
 
-    def __init__(self, step: Callable[..., Any], changed: tuple[int, ...], many: bool) -> None:
-        self.step, self.changed, self._many = step, changed, many
+    def __init__(
+        self, step: Callable[..., Any], changed: tuple[int, ...], returns_tuple: bool
+    ) -> None:
+        self.step, self.changed, self._returns_tuple = step, changed, returns_tuple
         functools.update_wrapper(self, step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -37,12 +39,19 @@ class FunctionalizedStep:
             raise ArgumentError(
                 f"pass argument {max(self.changed)} by position: the plan changes it in place."
             )
-        out = self.step(*args, **kwargs)
-        return (*(args[i] for i in self.changed), *(out if self._many else (out,)))
+        result = self.step(*args, **kwargs)
+        outputs = result if self._returns_tuple else (result,)
+        return (*(args[i] for i in self.changed), *outputs)
 
     def write_back(self, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        """Writes what a call of the plan changed into the caller's modules; what the step itself
-        returns.
+        """Writes what a call of the plan changed into the caller's modules.
+
+        Args:
+            args: The positional arguments of the call.
+            outputs: What the call of this pure function returned.
+
+        Returns:
+            What the step itself returns.
         """
         from flax import nnx
 
@@ -50,7 +59,7 @@ class FunctionalizedStep:
         for position, new in zip(self.changed, outputs[:count], strict=True):
             nnx.update(args[position], nnx.state(new))
         rest = tuple(outputs[count:])
-        return rest if self._many else rest[0]
+        return rest if self._returns_tuple else rest[0]
 
     @property
     def carry(self) -> dict[int | str, int | str]:
@@ -61,7 +70,8 @@ class FunctionalizedStep:
 def functionalize(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Callable[..., Any]:
-    """`fn` itself, or an `FunctionalizedStep` if it changes Flax NNX modules among its positional arguments.
+    """`fn` itself, or a `FunctionalizedStep` if it changes Flax NNX modules among its positional
+    arguments.
 
     Args:
         fn: The step.
@@ -76,41 +86,69 @@ def functionalize(
     modules = [i for i, arg in enumerate(args) if _is_module(arg)]
     if not modules or isinstance(fn, FunctionalizedStep):
         return fn
-    changed: list[int] = []
-    many: list[bool] = []
-    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
-    arrays = [
-        i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    ]
-
-    def watched(*traced: Any) -> None:
-        flat = list(leaves)
-        for i, value in zip(arrays, traced, strict=True):
-            flat[i] = value
-        own_args, own_kwargs = jax.tree.unflatten(treedef, flat)
-        before = {i: jax.tree.flatten(own_args[i]) for i in modules}
-        many.append(isinstance(fn(*own_args, **own_kwargs), tuple))
-        for i in modules:
-            old, old_tree = before[i]
-            new = jax.tree.leaves(own_args[i])
-            tree: Any = jax.tree.structure(own_args[i])
-            if tree != old_tree:
-                raise ArgumentError(
-                    f"{getattr(fn, '__name__', fn)} changes the structure of argument {i} (a "
-                    f"{type(args[i]).__name__}): variables come or go. Make them before, for "
-                    f"instance with one call."
-                )
-            if any(a is not b for a, b in zip(old, new, strict=True)):
-                changed.append(i)
-
+    watch = _Watch(fn, modules)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            jax.eval_shape(watched, *(leaves[i] for i in arrays))
+            _call_abstractly(watch.call, args, kwargs)
     except ArgumentError:
         raise
-    except Exception:  # what cannot be traced is said by `trace`, which comes next
+    except Exception:  # what cannot be traced is reported by `trace`, which comes next
         return fn
-    return FunctionalizedStep(fn, tuple(changed), many[0]) if changed else fn
+    if not watch.changed:
+        return fn
+    return FunctionalizedStep(fn, tuple(watch.changed), watch.returns_tuple)
+
+
+def _call_abstractly(
+    fn: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Calls `fn(args, kwargs)` with tracers in the place of arrays; other leaves stay."""
+    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
+    arrays = {}
+    for i, leaf in enumerate(leaves):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            arrays[i] = leaf
+
+    def call(traced: Mapping[int, Any]) -> None:
+        own_leaves = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]
+        fn(*jax.tree.unflatten(treedef, own_leaves))
+
+    jax.eval_shape(call, arrays)
+
+
+class _Watch:
+    """Calls a step on modules of its own, and notes which of them it changes.
+
+    Attributes:
+        changed: Positions of the changed modules, once called.
+        returns_tuple: Whether the step returns a tuple, once called.
+    """
+
+    def __init__(self, fn: Callable[..., Any], modules: Sequence[int]) -> None:
+        self._fn, self._modules = fn, modules
+        self.changed: list[int] = []
+        self.returns_tuple = False
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Calls the step.
+
+        Raises:
+            ArgumentError: If it changes the structure of a module.
+        """
+        before: list[tuple[list[Any], Any]]
+        before = [jax.tree.flatten(args[i]) for i in self._modules]
+        self.returns_tuple = isinstance(self._fn(*args, **kwargs), tuple)
+        for i, (old_leaves, old_tree) in zip(self._modules, before, strict=True):
+            new_leaves = jax.tree.leaves(args[i])
+            new_tree: Any = jax.tree.structure(args[i])
+            if new_tree != old_tree:
+                raise ArgumentError(
+                    f"{getattr(self._fn, '__name__', self._fn)} changes the structure of argument "
+                    f"{i} (a {type(args[i]).__name__}): variables come or go. Make them before, "
+                    f"for instance with one call."
+                )
+            if any(new is not old for new, old in zip(new_leaves, old_leaves, strict=True)):
+                self.changed.append(i)
 
 
 def _is_module(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What is known of primitives by name: one table, primitive -> traits.
 
-What a primitive does to *dimensions* is said by its sharding rule (`axes.sharding_rules`), not here.
+What a primitive does to *dimensions* is stated by its sharding rule (`axes.sharding_rules`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ class Trait(enum.Flag):
     """What may be true of a primitive."""
 
     ANCHOR = enum.auto()
-    """The layout is stated here: at its operands and results, before and after the work."""
+    """The layout is stated here: at its operands and results, before and after the computation."""
     WEIGHTED = enum.auto()
-    """What it takes as it was given is a parameter."""
+    """An argument that it takes as it was passed is a parameter."""
     KERNEL = enum.auto()
     """The partitioner runs it whole on every device unless a shard_map is around it."""
     CUT_KERNEL = enum.auto()
-    """A kernel that is put into a shard_map where its work is split."""
+    """A kernel that is put into a shard_map where a factor of it is split."""
     OPENED = enum.auto()
-    """The registry of sharding rules calls it opaque, but it may be looked into by running it."""
+    """The registry of sharding rules calls it opaque, but a rule may be inferred by running it."""
     COPIES = enum.auto()
     """It copies, and shifts a dimension: a permutation factor of it is cut only as all its
-    dimensions can be. Where one cannot be split, what it reads is whole anyway; to copy that and
-    cut the copy is free, and a halo is not."""
+    dimensions can be. Where one cannot be split, its operands are whole anyway; to copy them and
+    cut the copy is free, and a halo exchange is not."""
     SHIFTS = enum.auto()
     """An anchor where the layout splits a permutation factor of it. Otherwise the partitioner would
-    carry the split on to the other side, which is another axis class, and on to the next anchor."""
+    propagate the split to the other side, which is another axis class, and on to the next
+    anchor."""
     INDEXES = enum.auto()
     """Integers that are operands of it are indices."""
     INLINED = enum.auto()
@@ -44,7 +45,7 @@ class Trait(enum.Flag):
     """XLA does not compute it twice: with two readers the result is stored
     (InstructionFusion::IsExpensive)."""
     REDUCES = enum.auto()
-    """It fuses what it reads; its own result is stored."""
+    """It fuses its operands; its own result is stored."""
     SCALES = enum.auto()
     """What a library's reduction computes itself, of operands in memory: sums of products and
     squares (and what XLA draws out of a sum: a sign)."""
@@ -57,7 +58,7 @@ class Trait(enum.Flag):
     BRANCHES = enum.auto()
     """Which operand it reads depends on the index."""
     UPDATES = enum.auto()
-    """It changes its first operand in place where nobody needs it any more."""
+    """It changes its first operand in place where that is dead afterwards."""
 
 
 T = Trait
@@ -143,7 +144,7 @@ TRAITS: dict[str, Trait] = {
     "square": T.FUSES | T.SCALES,
     "sub": T.FUSES,
     "xor": T.FUSES,
-    # element by element, dear
+    # element by element, expensive
     "atan2": T.EXPENSIVE,
     "cbrt": _EXPENSIVE,
     "cos": _EXPENSIVE,

@@ -1,14 +1,14 @@
 """The program as the rest of autoshard sees it: values, equations and bodies, free of jax types.
 
-`trace` builds a `Program` from a jaxpr and is, with its compat file, the only module that knows
-jaxprs. Invariants:
+`trace` builds a `Program` from a jaxpr; `origin` leads back to it, and only `jax_internals` knows
+what is in there. Invariants:
 
 - every `Value` and every `Eqn` is unique: bodies are made distinct per call site, so identity means
   "this place";
 - `Program.values[v.index] is v`, and `Program.eqns[e.index] is e` (equations of all bodies, outer
   ones first);
-- how the values of a body relate to those of its equation is stated by `Eqn.mappings`, never guessed
-  from primitive names.
+- how the values of a body relate to those of its equation is stated by `Eqn.mappings`, never
+  guessed from primitive names.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class Value:
 
 
 class MappingKind(enum.Enum):
-    """Which way data goes along a tie: into a body, out of it, or out of it and back in as the next
-    trip's carry.
+    """Which way data goes along a body mapping.
+
+    OPERAND_TO_INVAR: from an operand into a body. OUTVAR_TO_RESULT: out of a body to a result.
+    CARRY: from a result back into the body, as the carry of the next trip.
     """
 
     OPERAND_TO_INVAR = "operand to invar"
@@ -58,11 +60,13 @@ class MappingKind(enum.Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BodyMapping:
-    """Dimension d + offset of `outer` is dimension d of `inner` (offset 1: the leading dimension is
-    scanned).
+    """Dimension d + offset of `outer` is dimension d of `inner`.
 
-    IN ties an operand to a body input, OUT a body output to a result, BACK a result to the body
-    input that carries it.
+    Attributes:
+        outer: An operand or result of the equation.
+        inner: An input or output of one of its bodies.
+        kind: Which way data goes.
+        offset: 1 where the leading dimension of `outer` is scanned, else 0.
     """
 
     outer: Value
@@ -114,12 +118,12 @@ class Eqn:
             the sharding rules).
         inputs: Operands, literals included.
         outputs: Results; a dropped result is a Value like any other.
-        bodies: Sub-programs, empty for ordinary primitives.
+        bodies: Sub-jaxprs, empty for ordinary primitives.
         mappings: How values of the bodies relate to `inputs` and `outputs` (and loop carries to
             themselves).
         scanned: Operands and results whose dimension 0 a scan consumes or stacks, one slice a trip.
         carries: For loops, body inputs and outputs that are carried: `(body input, body output)`.
-        origin: The jax equation, opaque outside `trace` and `constrain`.
+        origin: The jax equation; only `jax_internals` knows what is in it.
     """
 
     index: int
@@ -148,7 +152,7 @@ class Program:
         input_argnums: Which argument each leaf belongs to: a position, or a keyword's name.
         fingerprint: Stable digest of the program (shapes, dtypes, primitives, structure; not
             variable names).
-        origin: The closed jaxpr, opaque outside `trace` and `constrain`.
+        origin: The closed jaxpr; only `jax_internals` knows what is in it.
     """
 
     name: str
@@ -167,13 +171,15 @@ class Program:
         return tuple(dict.fromkeys(value for body in bodies for value in body.consts))
 
     def walk(self, body: Body | None = None, trip_count: int = 1) -> Iterator[tuple[Eqn, int]]:
-        """Yields every equation with how often it runs (unknown trip counts count once), in program
-        order.
+        """Yields every equation with how often it runs, in program order.
+
+        Args:
+            body: Where to start; the outermost body by default.
+            trip_count: How often that runs. Loops of unknown trip count count once.
         """
         body = self.body if body is None else body
         for eqn in body.eqns:
             yield eqn, trip_count
             for inner in eqn.bodies:
-                yield from self.walk(
-                    inner, trip_count * (1 if inner.trip_count is None else inner.trip_count)
-                )
+                trips = 1 if inner.trip_count is None else inner.trip_count
+                yield from self.walk(inner, trip_count * trips)

@@ -3,7 +3,7 @@
 
 The rest of autoshard sees a function of flat array leaves. Everything that is not an array for jax
 -- arguments named in `static_argnums`/`static_argnames`, and leaves such as an activation function
-inside a module -- is kept aside and put back when the function is called.
+inside a module -- is set aside and put back when the function is called.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from autoshard.jax_internals import jaxprs
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The `jit` arguments of a function, normalised: every argument by position where the signature
-    tells it.
-    """
+    """The `jit` arguments of a function: each argument by position where the signature tells it."""
 
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -80,14 +78,12 @@ class Call:
         for position, value in self.static_leaves:
             flat[position] = value
         dynamic, kwargs = jax.tree.unflatten(self.treedef, flat)
-        args = list(dynamic)
-        for key, value in sorted(
-            (item for item in self.statics if isinstance(item[0], int)), key=lambda i: int(i[0])
-        ):
-            args.insert(int(key), value)
-        kwargs = dict(kwargs) | {
-            str(key): value for key, value in self.statics if isinstance(key, str)
-        }
+
+        args, kwargs = list(dynamic), dict(kwargs)
+        positional = [(key, value) for key, value in self.statics if isinstance(key, int)]
+        for position, value in sorted(positional, key=lambda static: static[0]):
+            args.insert(position, value)  # ascending: those before are in their places already
+        kwargs.update((key, value) for key, value in self.statics if isinstance(key, str))
         return tuple(args), kwargs
 
 
@@ -113,6 +109,11 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, int | str) else tuple(value)
 
 
+def _from_start(positions: Iterable[int], count: int) -> set[int]:
+    """Positions among so many, those counted from the end (negative) counted from the start."""
+    return {position % count if position < 0 else position for position in positions}
+
+
 def options_for(
     fn: Callable[..., Any],
     *,
@@ -121,55 +122,81 @@ def options_for(
     donate_argnums: int | Iterable[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
 ) -> CallOptions:
-    """Normalises the jit arguments: names and positions imply each other where the signature tells,
-    as in `jax.jit`.
+    """Normalises the jit arguments: names and positions imply each other where the signature tells.
 
-    A function that is jitted already brings its own where none are given here.
+    As in `jax.jit`. A function that is jitted already brings its own where none are passed here.
+
+    Raises:
+        ArgumentError: If the function has no such argument.
     """
     own = jaxprs.jit_options(fn)
     if static_argnums is None and static_argnames is None:
         static_argnums, static_argnames = own.get("static_argnums"), own.get("static_argnames")
     if donate_argnums is None and donate_argnames is None:
         donate_argnums, donate_argnames = own.get("donate_argnums"), own.get("donate_argnames")
-    parameters = parameters_of(fn)
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    has_var_kw = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    has_var_positional = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-    called = getattr(fn, "__name__", str(fn))
-
-    def both(nums: Any, names: Any, what: str) -> tuple[frozenset[int], frozenset[str]]:
-        numbers, strings = set(_as_tuple(nums)), set(_as_tuple(names))
-        if parameters:
-            unknown = strings - named
-            if unknown and not has_var_kw:
-                raise ArgumentError(
-                    f"{what}_argnames names {sorted(unknown)}, but {called} takes {sorted(named)}."
-                )
-            bad = [
-                n
-                for n in numbers
-                if not has_var_positional and not -len(positional) <= n < len(positional)
-            ]
-            if bad:
-                raise ArgumentError(
-                    f"{what}_argnums has {bad[0]}, but {called} has {len(positional)} positional "
-                    f"parameters "
-                    f"{positional}."
-                )
-            numbers = {n % len(positional) if n < 0 else n for n in numbers}
-            strings |= {
-                positional[n] for n in numbers if n < len(positional) and positional[n] in named
-            }
-            numbers |= {positional.index(s) for s in strings if s in positional}
-        return frozenset(numbers), frozenset(strings)
-
-    static = both(static_argnums, static_argnames, "static")
-    donate = both(donate_argnums, donate_argnames, "donate")
+    parameters = _Parameters(fn)
+    static = parameters.resolve("static", _as_tuple(static_argnums), _as_tuple(static_argnames))
+    donate = parameters.resolve("donate", _as_tuple(donate_argnums), _as_tuple(donate_argnames))
     return CallOptions(*static, *donate)
+
+
+class _Parameters:
+    """The parameters of a function, as far as its signature tells them."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._function_name = getattr(fn, "__name__", str(fn))
+        self._parameters = parameters_of(fn)
+        self._positional = [
+            p.name
+            for p in self._parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self._by_name = {
+            p.name for p in self._parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+
+    def _has(self, kind: Any) -> bool:
+        return any(parameter.kind is kind for parameter in self._parameters)
+
+    def resolve(
+        self, what: str, numbers: Iterable[int], names: Iterable[str]
+    ) -> tuple[frozenset[int], frozenset[str]]:
+        """Arguments by position and by name; each in both ways where it can be passed in both.
+
+        Args:
+            what: `static` or `donate`.
+            numbers: Positions, negative ones from the end.
+            names: Names.
+        """
+        if not self._parameters:
+            return frozenset(numbers), frozenset(names)
+        self._check(what, numbers, names)
+        count = len(self._positional)
+        positions = _from_start(numbers, count)
+        names = set(names)
+        for position in positions:
+            if position < count and self._positional[position] in self._by_name:
+                names.add(self._positional[position])
+        positions |= {self._positional.index(name) for name in names if name in self._positional}
+        return frozenset(positions), frozenset(names)
+
+    def _check(self, what: str, numbers: Iterable[int], names: Iterable[str]) -> None:
+        """Raises unless there are such parameters."""
+        unknown = sorted(set(names) - self._by_name)
+        if unknown and not self._has(inspect.Parameter.VAR_KEYWORD):
+            raise ArgumentError(
+                f"{what}_argnames names {unknown}, but {self._function_name} takes "
+                f"{sorted(self._by_name)}."
+            )
+        if self._has(inspect.Parameter.VAR_POSITIONAL):
+            return
+        count = len(self._positional)
+        for number in set(numbers):
+            if not -count <= number < count:
+                raise ArgumentError(
+                    f"{what}_argnums has {number}, but {self._function_name} has {count} "
+                    f"positional parameters {self._positional}."
+                )
 
 
 def is_static(leaf: object) -> bool:
@@ -181,13 +208,11 @@ def is_static(leaf: object) -> bool:
     return False
 
 
-def _refused(leaf: object, where: str) -> bool:
-    """`is_static`, with an error for leaves that stand for arrays but cannot be given to a compiled
-    program.
-    """
+def _is_static_checked(leaf: object, where: str) -> bool:
+    """`is_static`, which refuses leaves that stand for arrays but cannot be passed to a program."""
     try:
         static = is_static(leaf)
-    except ValueError as error:  # masked arrays; jax.jit says the same
+    except ValueError as error:  # masked arrays; jax.jit raises the same
         raise ArgumentError(f"{where}: {error}") from None
     if jaxprs.is_ref(leaf):
         raise ArgumentError(
@@ -199,6 +224,7 @@ def _refused(leaf: object, where: str) -> bool:
 
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
+    """Names of the first `count` positional arguments."""
     names: list[str] = []
     for parameter in parameters_of(fn):
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -209,8 +235,7 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def leaf_paths(prefixed: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, ...]:
-    """Unique leaf paths: the short form (`params/layers/wq`), or the full one
-    (`params['layers']['wq']`) on a clash.
+    """Unique leaf paths: short (`params/layers/wq`), or full (`params['layers']['wq']`) on a clash.
 
     >>> key = jax.tree_util.DictKey
     >>> leaf_paths([("p", (key("a/b"),)), ("p", (key("a"), key("b"))), ("x", ())])
@@ -221,9 +246,9 @@ def leaf_paths(prefixed: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, ..
         "/".join(filter(None, (name, keystr(path, simple=True, separator="/"))))
         for name, path in prefixed
     ]
-    seen = Counter(short)
+    occurrences = Counter(short)
     return tuple(
-        text if seen[text] == 1 else name + keystr(path)
+        text if occurrences[text] == 1 else name + keystr(path)
         for text, (name, path) in zip(short, prefixed, strict=True)
     )
 
@@ -236,53 +261,89 @@ def flatten_call(
     Raises:
         SignatureError: If the arguments do not bind to the signature of `fn`.
     """
-    if parameters_of(fn):
-        try:
-            inspect.signature(fn).bind(*args, **kwargs)
-        except TypeError as error:
-            raise SignatureError(
-                f"{getattr(fn, '__name__', fn)!s} cannot be called with {len(args)} positional "
-                f"arguments and keywords "
-                f"{sorted(kwargs)}: {error}."
-            ) from None
-    static_positions = {n % len(args) if n < 0 else n for n in options.static_argnums}
-    statics: list[tuple[int | str, Any]] = [
-        (i, args[i]) for i in sorted(static_positions) if i < len(args)
-    ]
-    statics += [(name, kwargs[name]) for name in sorted(options.static_argnames) if name in kwargs]
-    positions = [i for i in range(len(args)) if i not in static_positions]
-    dynamic = tuple(args[i] for i in positions)
-    keywords = {
-        name: value for name, value in kwargs.items() if name not in options.static_argnames
-    }
+    _check_binds(fn, args, kwargs)
+    static_positions = _from_start(options.static_argnums, len(args))
+    dynamic_positions = [i for i in range(len(args)) if i not in static_positions]
+    dynamic = tuple(args[i] for i in dynamic_positions)
+    keywords = {name: kwargs[name] for name in kwargs if name not in options.static_argnames}
     with_paths, treedef = jax.tree_util.tree_flatten_with_path((dynamic, keywords))
-    names = _names(fn, len(args))
-    leaves: list[Any] = []
-    static_leaves: list[tuple[int, Any]] = []
-    array_positions: list[int] = []
-    owners: list[int | str] = []
-    prefixed: list[tuple[str, tuple[Any, ...]]] = []
+
+    arrays = _ArrayLeaves(_names(fn, len(args)))
     for number, (path, leaf) in enumerate(with_paths):
-        owner: int | str = positions[path[1].idx] if path[0].idx == 0 else path[1].key
-        name = names[owner] if isinstance(owner, int) else owner
-        if _refused(leaf, f"{name}{jax.tree_util.keystr(path[2:])}"):
-            static_leaves.append((number, leaf))
-            continue
-        prefixed.append((name, tuple(path[2:])))
-        leaves.append(leaf)
-        owners.append(owner)
-        array_positions.append(number)
+        # path[0] chooses between `dynamic` and `keywords`, path[1] the argument
+        owner: int | str = dynamic_positions[path[1].idx] if path[0].idx == 0 else path[1].key
+        arrays.add(number, owner, tuple(path[2:]), leaf)
+    donated = options.donate_argnums | options.donate_argnames
     return Call(
-        leaves=tuple(leaves),
-        avals=tuple(jaxprs.abstractify(leaf) for leaf in leaves),
+        leaves=tuple(arrays.leaves),
+        avals=tuple(map(jaxprs.abstractify, arrays.leaves)),
         treedef=treedef,
-        statics=tuple(statics),
-        array_positions=tuple(array_positions),
-        static_leaves=tuple(static_leaves),
-        paths=leaf_paths(prefixed),
-        owners=tuple(owners),
-        donated=tuple(
-            o in (options.donate_argnames if isinstance(o, str) else options.donate_argnums)
-            for o in owners
-        ),
+        statics=_statics(args, kwargs, static_positions, options.static_argnames),
+        array_positions=tuple(arrays.positions),
+        static_leaves=tuple(arrays.static),
+        paths=leaf_paths(arrays.named_paths),
+        owners=tuple(arrays.owners),
+        donated=tuple(owner in donated for owner in arrays.owners),
     )
+
+
+def _statics(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    positions: Iterable[int],
+    names: Iterable[str],
+) -> tuple[tuple[int | str, Any], ...]:
+    """The static arguments of a call: by position, then by name."""
+    statics: list[tuple[int | str, Any]] = []
+    statics += [(i, args[i]) for i in sorted(positions) if i < len(args)]
+    statics += [(name, kwargs[name]) for name in sorted(names) if name in kwargs]
+    return tuple(statics)
+
+
+class _ArrayLeaves:
+    """The leaves of a call that are arrays, and the others beside them.
+
+    Attributes:
+        leaves: The array leaves.
+        positions: Number of each among all leaves.
+        owners: Argument of each.
+        named_paths: Name of its argument and path in it of each.
+        static: The leaves that are no arrays, by number among all leaves.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Starts with no leaf.
+
+        Args:
+            names: Names of the positional arguments.
+        """
+        self._names = names
+        self.leaves: list[Any] = []
+        self.positions: list[int] = []
+        self.owners: list[int | str] = []
+        self.named_paths: list[tuple[str, tuple[Any, ...]]] = []
+        self.static: list[tuple[int, Any]] = []
+
+    def add(self, number: int, owner: int | str, path: tuple[Any, ...], leaf: Any) -> None:
+        """Adds a leaf of an argument; `path` is its path in that argument."""
+        name = self._names[owner] if isinstance(owner, int) else owner
+        if _is_static_checked(leaf, f"{name}{jax.tree_util.keystr(path)}"):
+            self.static.append((number, leaf))
+            return
+        self.leaves.append(leaf)
+        self.positions.append(number)
+        self.owners.append(owner)
+        self.named_paths.append((name, path))
+
+
+def _check_binds(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises unless the arguments bind to the signature, where there is one."""
+    if not parameters_of(fn):
+        return
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        raise SignatureError(
+            f"{getattr(fn, '__name__', fn)!s} cannot be called with {len(args)} positional "
+            f"arguments and keywords {sorted(kwargs)}: {error}."
+        ) from None

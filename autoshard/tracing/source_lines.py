@@ -7,19 +7,17 @@ from autoshard.tracing.program import Eqn
 
 
 def frames_of(eqn: Eqn) -> tuple[tuple[str, int, int, int, int], ...]:
-    """File, first line and column, last line and column of each call an equation was made in,
-    innermost first.
+    """File and extent of each call an equation was traced in, innermost first.
 
-    Frames of jax itself are left out; columns are UTF-8 bytes from 0, as in `ast`.
+    The extent: first line, first column, last line, last column. Frames of jax itself are left out;
+    lines count from 1, columns are UTF-8 bytes from 0, as in `ast`.
     """
     return jaxprs.frames_of(eqn.origin)
 
 
 def name_stack_of(eqn: Eqn) -> str:
-    """Name scopes and transformations an equation was made under
-    (`transpose(jvp(loss))/rematted_computation`).
-    """
-    return str(eqn.origin.source_info.name_stack)
+    """Name scopes and transformations around it (`transpose(jvp(loss))/rematted_computation`)."""
+    return jaxprs.name_stack_of(eqn.origin)
 
 
 def source_line(eqn: Eqn) -> str:

@@ -1,11 +1,10 @@
-"""Stage 1: `fn` to a `Program`.
+"""From a function to a `Program`.
 
-With `compat`, the only module that knows jaxprs. Tracing is abstract (no array is needed) and
-happens once; every candidate is lowered from the same jaxpr, so values that change from trace to
-trace (checkify codes) cannot look like wrong numbers. Before anything else the jaxpr is made
-*distinct*: plain `jit` calls are inlined and every body gets variables of its own, because jax
-hands the same Jaxpr object to two calls of one helper. `custom_jvp` and `custom_vjp` are never
-inlined: the plan would silently lose its gradient rules.
+Tracing is abstract (no array is needed) and happens once; every candidate is lowered from the same
+jaxpr, so values that change from trace to trace (checkify codes) cannot look like wrong numbers.
+Before anything else the jaxpr is made *distinct*: plain `jit` calls are inlined and every body gets
+variables of its own, because jax hands the same Jaxpr object to two calls of one helper.
+`custom_jvp` and `custom_vjp` are never inlined: the plan would silently lose its gradient rules.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ class Traced:
 
     Attributes:
         call: The call it was traced for.
-        program: What the other stages see.
+        program: What the other folders see.
         original: The closed jaxpr as jax traced it, for verification: nothing of ours has touched
             it.
-        out_tree: Structure of the outputs, array leaves only.
+        out_tree: Structure of the outputs.
         static_outputs: Output leaves that are no arrays, by leaf number.
+        num_outputs: Number of output leaves, those included.
     """
 
     call: Call
@@ -63,157 +63,206 @@ def trace(
     *,
     keep_user_constraints: bool = True,
 ) -> Traced:
-    """Traces `fn` for the shapes of `call`, under `mesh` (with Auto axes) so that bare
-    PartitionSpecs in `fn` work.
+    """Traces `fn` for the shapes of `call`.
+
+    Args:
+        fn: The function.
+        call: What it is called with.
+        mesh: With Auto axes; it is traced under it, so that bare PartitionSpecs in `fn` work.
+        keep_user_constraints: False to leave out the sharding constraints in `fn`.
 
     Raises:
         TraceError: If jax cannot trace it; the message is jax's own, which plain `jax.jit(fn)`
-            gives as well.
+            raises as well. Or if it does what cannot be sharded: it captures a mutable array, or
+            has ordered effects.
     """
-    static_outputs: list[tuple[int, Any]] = []
-    out_trees: list[Any] = []
-    out_paths: list[tuple[str, tuple[Any, ...]]] = []
-
-    def flat_fn(*leaves: Any) -> list[Any]:
-        args, kwargs = call.rebuild(leaves)
-        with_paths, out_tree = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
-        out_trees.append(out_tree)
-        arrays = []
-        for number, (path, leaf) in enumerate(with_paths):
-            if is_static(leaf):
-                static_outputs.append((number, leaf))
-            else:
-                arrays.append(leaf)
-                out_paths.append(("out", tuple(path)))
-        return arrays
-
-    scope = (
-        contextlib.nullcontext()
-        if mesh is None
-        else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-    )
     name = getattr(fn, "__name__", type(fn).__name__)
-    try:
-        with scope:
-            closed = jax.make_jaxpr(flat_fn)(*call.avals)
-    except Exception as error:
-        raise TraceError(
-            f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: "
-            f"jax.jit({name}) "
-            f"fails as well): {type(error).__name__}: {str(error).strip()}"
-        ) from error
+    flat_fn = _FlatFunction(fn, call)
+    closed = _as_jax_traces(flat_fn, name, call, mesh)
     if any(jaxprs.is_ref(const) for const in jaxprs.consts_of(closed)):
         raise TraceError(
             f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: "
-            f"its state cannot be "
-            "sharded. Pass its value as an argument, make the mutable array inside, and return the "
-            "new value."
+            f"its state cannot be sharded. Pass its value as an argument, make the mutable array "
+            f"inside, and return the new value."
         )
     pure = jaxprs.plain(closed)
-    jaxpr = jaxprs.close_jaxpr(_distinct(pure, keep_user_constraints), jaxprs.consts_of(pure))
-    program = _Builder(name, call, leaf_paths(out_paths)).build(jaxpr)
+    distinct = _Distinct(keep_user_constraints).copy(pure)
+    jaxpr = jaxprs.close_jaxpr(distinct, jaxprs.consts_of(pure))
+    program = _Builder(name, call, leaf_paths(flat_fn.out_paths)).build(jaxpr)
     if mesh is not None and mesh.size > 1:
         _refuse_ordered_effects(program)
     return Traced(
-        call, program, closed, out_trees[-1], tuple(static_outputs), out_trees[-1].num_leaves
+        call=call,
+        program=program,
+        original=closed,
+        out_tree=flat_fn.out_tree,
+        static_outputs=tuple(flat_fn.static_outputs),
+        num_outputs=flat_fn.out_tree.num_leaves,
     )
 
 
-def effects_of(program: Program) -> tuple[Eqn, ...]:
-    """The equations that do something on the host besides computing their results, those of bodies
-    included.
+class _FlatFunction:
+    """A function of the array leaves of a call, which returns the array leaves of its result.
+
+    Attributes:
+        out_tree: Structure of the result, once called.
+        out_paths: Prefix and path of each array leaf of it.
+        static_outputs: By number, its leaves that are no arrays.
     """
+
+    def __init__(self, fn: Callable[..., Any], call: Call) -> None:
+        self._fn, self._call = fn, call
+        self.out_tree: Any = None
+        self.out_paths: list[tuple[str, tuple[Any, ...]]] = []
+        self.static_outputs: list[tuple[int, Any]] = []
+
+    def flat(self, *leaves: Any) -> list[Any]:
+        """The array leaves of the result of a call with these."""
+        args, kwargs = self._call.rebuild(leaves)
+        result = self._fn(*args, **kwargs)
+        with_paths, self.out_tree = jax.tree_util.tree_flatten_with_path(result)
+        arrays = []
+        for number, (path, leaf) in enumerate(with_paths):
+            if is_static(leaf):
+                self.static_outputs.append((number, leaf))
+            else:
+                arrays.append(leaf)
+                self.out_paths.append(("out", tuple(path)))
+        return arrays
+
+
+def _as_jax_traces(
+    flat_fn: _FlatFunction, name: str, call: Call, mesh: jax.sharding.Mesh | None
+) -> Any:
+    """The closed jaxpr of a function, traced under a mesh."""
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if mesh is not None:
+        scope = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    try:
+        with scope:
+            return jax.make_jaxpr(flat_fn.flat)(*call.avals)
+    except Exception as error:
+        raise TraceError(
+            f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: "
+            f"jax.jit({name}) fails as well): {type(error).__name__}: {str(error).strip()}"
+        ) from error
+
+
+def effects_of(program: Program) -> tuple[Eqn, ...]:
+    """The equations, of all bodies, that do something on the host besides computing results."""
     return tuple(eqn for eqn in program.eqns if eqn.primitive in HOST_EFFECTS)
 
 
 def _refuse_ordered_effects(program: Program) -> None:
     for eqn in program.eqns:
         if not eqn.bodies and jaxprs.one_device_only(eqn.origin):
-            where = source_line(eqn)
+            line = source_line(eqn)
+            where = f" ({line})" if line else ""
             raise TraceError(
-                f"{program.name} calls {eqn.primitive}{f' ({where})' if where else ''} with an "
-                f"ordered effect, and jax "
-                f"runs ordered effects on one device only. Use ordered=False there, or a mesh of "
-                f"one device."
+                f"{program.name} calls {eqn.primitive}{where} with an ordered effect, and jax runs "
+                f"ordered effects on one device only. Use ordered=False there, or a mesh of one "
+                f"device."
             )
 
 
-def _plain_jit(eqn: Any) -> bool:
-    """True for a call without shardings of the user's own: only then does inlining change
-    nothing.
-    """
-    if eqn.primitive.name not in INLINED:
-        return False
-    jaxpr = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return not jaxprs.consts_of(jaxpr) and all(
-        s is None or jaxprs.is_unspecified(s) for s in shardings
-    )
+class _Distinct:
+    """Copies jaxprs so that plain jit calls are inlined and each variable is in one place only."""
 
+    def __init__(self, keep_user_constraints: bool) -> None:
+        self._keep_user_constraints = keep_user_constraints
 
-def _distinct(closed: Any, keep_user_constraints: bool) -> Any:
-    """The open jaxpr with plain jit calls inlined and every variable of every body its own."""
-
-    def copy(jaxpr: Any) -> Any:
+    def copy(self, jaxpr: Any) -> Any:
+        """An open jaxpr that computes the same, with variables of its own in all bodies."""
         jaxpr = jaxprs.open_jaxpr(jaxpr)
-        env: dict[Any, Any] = {}
-
-        def rename(var: Any) -> Any:
-            env[var] = new = jaxprs.new_var(var.aval)
-            return new
-
-        invars = [rename(v) for v in jaxpr.invars]
-        constvars = [rename(v) for v in jaxpr.constvars]
+        scope = _Scope()
+        invars = [scope.define(var) for var in jaxpr.invars]
+        constvars = [scope.define(var) for var in jaxpr.constvars]
         eqns: list[Any] = []
-        run(jaxpr, env, eqns, None)
-        outvars = [v if jaxprs.is_literal(v) else env[v] for v in jaxpr.outvars]
+        self._copy_eqns(jaxpr, scope, eqns, None)
+        outvars = [scope.read(var) for var in jaxpr.outvars]
         eqns = _live(eqns, outvars)
         return jaxpr.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
 
-    def run(jaxpr: Any, env: dict[Any, Any], eqns: list[Any], call: Any) -> None:
-        def read(atom: Any) -> Any:
-            return atom if jaxprs.is_literal(atom) else env[atom]
+    def _copy_eqns(self, jaxpr: Any, scope: _Scope, eqns: list[Any], call: Any) -> None:
+        """Appends copies of the equations of a jaxpr.
 
+        Args:
+            jaxpr: The jaxpr.
+            scope: What its variables are called in the copy.
+            eqns: What to append to.
+            call: The call that it is inlined from, None if it is not.
+        """
         for eqn in jaxpr.eqns:
-            placed = eqn if call is None else jaxprs.nest_name_stack(eqn, call)
-            if eqn.primitive.name == "sharding_constraint" and not keep_user_constraints:
-                env[eqn.outvars[0]] = read(eqn.invars[0])
-                continue
-            if _plain_jit(eqn):
-                inner = jaxprs.open_jaxpr(eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr"))
-                inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                run(inner, inner_env, eqns, placed)
-                for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
-                    env[outer_var] = (
-                        inner_var if jaxprs.is_literal(inner_var) else inner_env[inner_var]
-                    )
-                continue
-            params = jaxprs.map_jaxprs(eqn.params, lambda _, j: jaxprs.replace_jaxpr(j, copy(j)))
-            outvars = []
-            for var in eqn.outvars:
-                if jaxprs.is_drop(var):
-                    outvars.append(var)
-                else:
-                    env[var] = jaxprs.new_var(var.aval)
-                    outvars.append(env[var])
-            eqns.append(
-                placed.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, params=params)
-            )
+            named = eqn if call is None else jaxprs.nest_name_stack(eqn, call)
+            if eqn.primitive.name == "sharding_constraint" and not self._keep_user_constraints:
+                scope.rename(eqn.outvars[0], scope.read(eqn.invars[0]))
+            elif _is_plain_jit(eqn):
+                self._inline(eqn, named, scope, eqns)
+            else:
+                eqns.append(self._copied(named, scope))
 
-    return copy(closed)
+    def _inline(self, eqn: Any, call: Any, scope: _Scope, eqns: list[Any]) -> None:
+        body = jaxprs.open_jaxpr(_called_jaxpr(eqn))
+        body_scope = _Scope()
+        for var, atom in zip(body.invars, eqn.invars, strict=True):
+            body_scope.rename(var, scope.read(atom))
+        self._copy_eqns(body, body_scope, eqns, call)
+        for result, var in zip(eqn.outvars, body.outvars, strict=True):
+            scope.rename(result, body_scope.read(var))
+
+    def _copied(self, eqn: Any, scope: _Scope) -> Any:
+        params = jaxprs.map_jaxprs(
+            eqn.params, lambda _, jaxpr: jaxprs.replace_jaxpr(jaxpr, self.copy(jaxpr))
+        )
+        invars = [scope.read(atom) for atom in eqn.invars]
+        outvars = [v if jaxprs.is_drop(v) else scope.define(v) for v in eqn.outvars]
+        return eqn.replace(invars=invars, outvars=outvars, params=params)
+
+
+class _Scope:
+    """What the variables of a jaxpr are called in its copy."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, Any] = {}
+
+    def define(self, var: Any) -> Any:
+        """A new variable for this one."""
+        self._names[var] = new = jaxprs.new_var(var.aval)
+        return new
+
+    def rename(self, var: Any, atom: Any) -> None:
+        """Puts a variable or literal of the copy in the place of this one."""
+        self._names[var] = atom
+
+    def read(self, atom: Any) -> Any:
+        """A literal itself; what a variable is called in the copy."""
+        return atom if jaxprs.is_literal(atom) else self._names[atom]
+
+
+def _is_plain_jit(eqn: Any) -> bool:
+    """True for a call without shardings of its own: only then does inlining change nothing."""
+    if eqn.primitive.name not in INLINED or jaxprs.consts_of(_called_jaxpr(eqn)):
+        return False
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return all(sharding is None or jaxprs.is_unspecified(sharding) for sharding in shardings)
+
+
+def _called_jaxpr(eqn: Any) -> Any:
+    return eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
 
 
 def _live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """The equations that an output needs or that have an effect; XLA drops the others, so they must
-    not count.
+    """The equations that an output needs or that have an effect.
+
+    XLA drops the others, so they must not count.
     """
-    needed = {v for v in outvars if not jaxprs.is_literal(v)}
-    kept = []
+    needed = {var for var in outvars if not jaxprs.is_literal(var)}
+    live = []
     for eqn in reversed(eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(v for v in eqn.invars if not jaxprs.is_literal(v))
-    return kept[::-1]
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            live.append(eqn)
+            needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+    return live[::-1]
 
 
 class _Builder:
@@ -226,7 +275,7 @@ class _Builder:
         self._by_var: dict[Any, Value] = {}
 
     def build(self, closed: Any) -> Program:
-        body = self._body("jaxpr", jaxprs.open_jaxpr(closed), 1)
+        body = self._body("jaxpr", closed, 1)
         return Program(
             name=self._name,
             body=body,
@@ -235,114 +284,149 @@ class _Builder:
             input_paths=self._call.paths,
             output_paths=self._output_paths,
             input_argnums=self._call.owners,
-            fingerprint=fingerprint(jaxprs.open_jaxpr(closed)),
+            fingerprint=fingerprint(closed),
             origin=closed,
         )
 
-    def _value(self, atom: Any, new: bool = False) -> Value:
+    def _value(self, atom: Any) -> Value:
+        """The value of a variable, which is new where it occurs first; a literal is always new."""
         literal = jaxprs.is_literal(atom)
-        if not (literal or new) and atom in self._by_var:
+        if not literal and atom in self._by_var:
             return self._by_var[atom]
-        aval = atom.aval
-        value = Value(
-            len(self._values),
-            tuple(getattr(aval, "shape", ())),
-            str(getattr(aval, "dtype", "token")),
-            jaxprs.itemsize_of(aval),
-            literal,
-        )
-        self._values.append(value)
-        if not literal and not jaxprs.is_drop(atom):
+        value = self._new_value(atom, literal)
+        if not literal:
             self._by_var[atom] = value
         return value
 
+    def _new_value(self, atom: Any, literal: bool = False) -> Value:
+        aval = atom.aval
+        value = Value(
+            index=len(self._values),
+            shape=tuple(getattr(aval, "shape", ())),
+            dtype=str(getattr(aval, "dtype", "token")),
+            itemsize=jaxprs.itemsize_of(aval),
+            literal=literal,
+        )
+        self._values.append(value)
+        return value
+
+    def _result(self, var: Any) -> Value:
+        """The value of a result; jax may use one object for all results that are dropped."""
+        return self._new_value(var) if jaxprs.is_drop(var) else self._value(var)
+
     def _body(self, name: str, jaxpr: Any, trip_count: int | None) -> Body:
-        inputs = tuple(self._value(v) for v in jaxpr.invars)
-        consts = tuple(self._value(v) for v in jaxpr.constvars)
-        eqns = tuple(self._eqn(e) for e in jaxpr.eqns)
+        jaxpr = jaxprs.open_jaxpr(jaxpr)
         return Body(
-            name, inputs, consts, eqns, tuple(self._value(v) for v in jaxpr.outvars), trip_count
+            name=name,
+            inputs=tuple(map(self._value, jaxpr.invars)),
+            consts=tuple(map(self._value, jaxpr.constvars)),
+            eqns=tuple(map(self._eqn, jaxpr.eqns)),
+            outputs=tuple(map(self._value, jaxpr.outvars)),
+            trip_count=trip_count,
         )
 
     def _eqn(self, eqn: Any) -> Eqn:
         index = len(self._eqns)
-        self._eqns.append(None)  # type: ignore[arg-type]  # outer equations come first in `Program.eqns`
-        inputs = tuple(self._value(a) for a in eqn.invars)
+        # A place for it before its bodies are built: outer equations come first in the program.
+        self._eqns.append(None)  # type: ignore[arg-type]
+        inputs = tuple(map(self._value, eqn.invars))
         bodies = tuple(self._bodies(eqn))
-        outputs = tuple(self._value(v, jaxprs.is_drop(v)) for v in eqn.outvars)
-        mappings, scanned, carries = _mappings_of(eqn, inputs, outputs, bodies)
-        built = Eqn(
-            index,
-            eqn.primitive.name,
-            eqn.params,
-            inputs,
-            outputs,
-            bodies,
-            mappings,
-            scanned,
-            carries,
-            eqn,
+        outputs = tuple(map(self._result, eqn.outvars))
+        flow = _data_flow(eqn, inputs, outputs, bodies)
+        self._eqns[index] = built = Eqn(
+            index=index,
+            primitive=eqn.primitive.name,
+            params=eqn.params,
+            inputs=inputs,
+            outputs=outputs,
+            bodies=bodies,
+            mappings=flow.mappings,
+            scanned=flow.scanned,
+            carries=flow.carries,
+            origin=eqn,
         )
-        self._eqns[index] = built
         return built
 
     def _bodies(self, eqn: Any) -> Iterator[Body]:
         name, params = eqn.primitive.name, eqn.params
         if name in ONE_TO_ONE:
-            key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
-            yield self._body(key, jaxprs.open_jaxpr(params[key]), 1)
+            key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+            yield self._body(key, params[key], 1)
         elif name == "scan":
-            yield self._body("jaxpr", jaxprs.open_jaxpr(params["jaxpr"]), int(params["length"]))
+            yield self._body("jaxpr", params["jaxpr"], int(params["length"]))
         elif name == "while":
-            yield self._body("cond_jaxpr", jaxprs.open_jaxpr(params["cond_jaxpr"]), None)
-            yield self._body("body_jaxpr", jaxprs.open_jaxpr(params["body_jaxpr"]), None)
+            yield self._body("cond_jaxpr", params["cond_jaxpr"], None)
+            yield self._body("body_jaxpr", params["body_jaxpr"], None)
         elif name == "cond":
             for i, branch in enumerate(params["branches"]):
-                yield self._body(f"branches[{i}]", jaxprs.open_jaxpr(branch), 1)
+                yield self._body(f"branches[{i}]", branch, 1)
 
 
-_Mappings = tuple[tuple[BodyMapping, ...], tuple[Value, ...], tuple[tuple[Value, Value], ...]]
+@dataclass(frozen=True, slots=True)
+class _DataFlow:
+    """How data goes through an equation with bodies; the attributes are those of `Eqn`."""
+
+    mappings: tuple[BodyMapping, ...] = ()
+    scanned: tuple[Value, ...] = ()
+    carries: tuple[tuple[Value, Value], ...] = ()
 
 
-def _mappings_of(
-    eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], bodies: tuple[Body, ...]
-) -> _Mappings:
-    """Ties, scanned operands and carries of an equation with bodies."""
+_Values = tuple[Value, ...]
+
+
+def _data_flow(eqn: Any, inputs: _Values, outputs: _Values, bodies: tuple[Body, ...]) -> _DataFlow:
     if not bodies:
-        return (), (), ()
+        return _DataFlow()
     name = eqn.primitive.name
-
-    def pairs(
-        flow: MappingKind, outer: Sequence[Value], inner: Sequence[Value], offset: int = 0
-    ) -> list[BodyMapping]:
-        return [BodyMapping(o, i, flow, offset) for o, i in zip(outer, inner, strict=True)]
-
     if name == "scan":
-        consts, carry = jaxprs.scan_counts(eqn.params)
-        (body,) = bodies
-        start = consts + carry
-        mappings = pairs(MappingKind.OPERAND_TO_INVAR, inputs[:start], body.inputs[:start])
-        mappings += pairs(MappingKind.OPERAND_TO_INVAR, inputs[start:], body.inputs[start:], 1)
-        mappings += pairs(MappingKind.OUTVAR_TO_RESULT, outputs[:carry], body.outputs[:carry])
-        mappings += pairs(MappingKind.OUTVAR_TO_RESULT, outputs[carry:], body.outputs[carry:], 1)
-        mappings += pairs(MappingKind.CARRY, outputs[:carry], body.inputs[consts:start])
-        carries = tuple(zip(body.inputs[consts:start], body.outputs[:carry], strict=True))
-        return tuple(mappings), (*inputs[start:], *outputs[carry:]), carries
+        return _scan_flow(eqn, inputs, outputs, bodies[0])
     if name == "while":
-        cond, body = bodies
-        c, b = int(eqn.params["cond_nconsts"]), int(eqn.params["body_nconsts"])
-        mappings = pairs(
-            MappingKind.OPERAND_TO_INVAR, (*inputs[:c], *inputs[c + b :]), cond.inputs
-        ) + pairs(MappingKind.OPERAND_TO_INVAR, inputs[c:], body.inputs)
-        mappings += pairs(MappingKind.OUTVAR_TO_RESULT, outputs, body.outputs) + pairs(
-            MappingKind.CARRY, outputs, body.inputs[b:]
-        )
-        mappings += pairs(MappingKind.CARRY, outputs, cond.inputs[c:])
-        return tuple(mappings), (), tuple(zip(body.inputs[b:], body.outputs, strict=True))
-    operands = inputs[1:] if name == "cond" else inputs
+        return _while_flow(eqn, inputs, outputs, *bodies)
+    operands = inputs[1:] if name == "cond" else inputs  # operand 0 chooses the branch
     mappings = []
     for body in bodies:
-        mappings += pairs(MappingKind.OPERAND_TO_INVAR, operands, body.inputs) + pairs(
-            MappingKind.OUTVAR_TO_RESULT, outputs, body.outputs
-        )
-    return tuple(mappings), (), ()
+        mappings += _mappings(MappingKind.OPERAND_TO_INVAR, operands, body.inputs)
+        mappings += _mappings(MappingKind.OUTVAR_TO_RESULT, outputs, body.outputs)
+    return _DataFlow(tuple(mappings))
+
+
+def _mappings(
+    kind: MappingKind, outer: _Values, inner: _Values, offset: int = 0
+) -> list[BodyMapping]:
+    return [BodyMapping(o, i, kind, offset) for o, i in zip(outer, inner, strict=True)]
+
+
+def _scan_flow(eqn: Any, inputs: _Values, outputs: _Values, body: Body) -> _DataFlow:
+    """Operands: constants, carries, scanned arrays; results: carries, stacked arrays."""
+    consts, carry = jaxprs.scan_counts(eqn.params)
+    first_scanned = consts + carry
+    whole_operands, scanned_operands = inputs[:first_scanned], inputs[first_scanned:]
+    last_carries, stacked = outputs[:carry], outputs[carry:]
+    carried_in = body.inputs[consts:first_scanned]
+
+    into, out_of = MappingKind.OPERAND_TO_INVAR, MappingKind.OUTVAR_TO_RESULT
+    mappings = _mappings(into, whole_operands, body.inputs[:first_scanned])
+    mappings += _mappings(into, scanned_operands, body.inputs[first_scanned:], offset=1)
+    mappings += _mappings(out_of, last_carries, body.outputs[:carry])
+    mappings += _mappings(out_of, stacked, body.outputs[carry:], offset=1)
+    mappings += _mappings(MappingKind.CARRY, last_carries, carried_in)
+    carries = tuple(zip(carried_in, body.outputs[:carry], strict=True))
+    return _DataFlow(tuple(mappings), (*scanned_operands, *stacked), carries)
+
+
+def _while_flow(
+    eqn: Any, inputs: _Values, outputs: _Values, condition: Body, body: Body
+) -> _DataFlow:
+    """Operands: constants of the condition, constants of the body, carries; results: carries."""
+    condition_consts = int(eqn.params["cond_nconsts"])
+    body_consts = int(eqn.params["body_nconsts"])
+    carried = inputs[condition_consts + body_consts :]
+    carried_in = body.inputs[body_consts:]
+
+    into = MappingKind.OPERAND_TO_INVAR
+    mappings = _mappings(into, (*inputs[:condition_consts], *carried), condition.inputs)
+    mappings += _mappings(into, inputs[condition_consts:], body.inputs)
+    mappings += _mappings(MappingKind.OUTVAR_TO_RESULT, outputs, body.outputs)
+    mappings += _mappings(MappingKind.CARRY, outputs, carried_in)
+    mappings += _mappings(MappingKind.CARRY, outputs, condition.inputs[condition_consts:])
+    return _DataFlow(tuple(mappings), (), tuple(zip(carried_in, body.outputs, strict=True)))
