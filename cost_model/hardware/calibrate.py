@@ -108,7 +108,8 @@ def calibrate(
         The hardware, and the samples with their residuals.
 
     Raises:
-        HardwareError: If a rate cannot be told (an operation took the same time whatever the size).
+        HardwareError: If a rate cannot be determined: an operation took the same time whatever the
+            size.
     """
     benchmarks = [*compute_benchmarks(mesh, dtypes), *collective_benchmarks(mesh)]
     overlapping = overlap_run(mesh)
@@ -153,10 +154,10 @@ def predicted_s(hardware: Hardware, sample: Sample) -> float:
 
 @dataclass(frozen=True)
 class _ComputeFit:
-    """Seconds of an operation beside its work, and rates.
+    """Seconds that every operation takes, and rates.
 
     Attributes:
-        op_s: Seconds that every operation takes beside its arithmetic and traffic.
+        op_s: Seconds of an operation besides its arithmetic and traffic.
         flops_per_s: Rate of matmuls, by dtype.
         memory_bytes_per_s: Rate of streams.
     """
@@ -172,7 +173,7 @@ def fit_hardware(
     """The hardware that explains samples best; without overlap, which no single sample shows.
 
     Raises:
-        HardwareError: If a rate cannot be told.
+        HardwareError: If a rate cannot be determined.
     """
     preset = _preset_of(device_kind)
     compute = _fit_compute([s for s in samples if not s.mesh_axis], dtypes)
@@ -206,8 +207,9 @@ def _fit_compute(samples: Sequence[Sample], dtypes: Sequence[str]) -> _ComputeFi
     op_s, *inverse_rates = _fit_seconds(amounts, samples)
     rates = []
     for name, inverse_rate in zip(names, inverse_rates, strict=True):
-        rates.append(1.0 / _told(inverse_rate, name))
-    return _ComputeFit(op_s, dict(zip(dtypes, rates, strict=False)), rates[-1])
+        rates.append(1.0 / _checked_inverse(inverse_rate, name))
+    *flops_per_s, memory_bytes_per_s = rates
+    return _ComputeFit(op_s, dict(zip(dtypes, flops_per_s, strict=True)), memory_bytes_per_s)
 
 
 def _fit_link(samples: Iterable[Sample], axis: str) -> Link:
@@ -216,15 +218,15 @@ def _fit_link(samples: Iterable[Sample], axis: str) -> Link:
     common = _fit_alpha_beta(own, f"collectives over {axis}")
     kinds = {}
     for kind in dict.fromkeys(s.what for s in own):
-        with contextlib.suppress(HardwareError):  # where it cannot be told, the common one serves
+        with contextlib.suppress(HardwareError):  # the common link serves
             kinds[kind] = _fit_alpha_beta([s for s in own if s.what == kind], kind)
     return replace(common, kinds=kinds)
 
 
 def _fit_alpha_beta(samples: Sequence[Sample], name: str) -> Link:
     """The link by which collectives over it take what they do."""
-    # seconds are linear in alpha and in 1 / bandwidth: those of a link that has only one of them
-    # are how often it enters
+    # Seconds are linear in alpha and in 1 / bandwidth: over a link with alpha 1 and endless
+    # bandwidth they count the steps, over one with bandwidth 1 and no alpha the bytes.
     alpha_only = Link(alpha_s=1.0, bytes_per_s=1e300)
     bandwidth_only = Link(alpha_s=0.0, bytes_per_s=1.0)
     # [samples, 2]: steps, bytes
@@ -233,7 +235,7 @@ def _fit_alpha_beta(samples: Sequence[Sample], name: str) -> Link:
         for column, link in enumerate((alpha_only, bandwidth_only)):
             amounts[i, column] = collective_s(s.what, int(s.amount), link, s.group_size)
     alpha_s, inverse_rate = _fit_seconds(amounts, samples)
-    return Link(alpha_s, 1.0 / _told(inverse_rate, name))
+    return Link(alpha_s, 1.0 / _checked_inverse(inverse_rate, name))
 
 
 def _fit_seconds(amounts: NDArray[np.float64], samples: Sequence[Sample]) -> list[float]:
@@ -244,19 +246,19 @@ def _fit_seconds(amounts: NDArray[np.float64], samples: Sequence[Sample]) -> lis
         samples: Measured.
     """
     measured_s = np.array([s.measured_s for s in samples])
-    # as if each alone made up the sample in which it counts most
+    # as if each alone accounted for the sample in which it weighs most
     start = 1.0 / (amounts / measured_s[:, None]).max(axis=0)
     seconds: list[float] = robust_fit(lambda _: amounts, measured_s, start, huber=HUBER).tolist()
     return seconds
 
 
-def _told(inverse_rate: float, name: str) -> float:
+def _checked_inverse(inverse_rate: float, name: str) -> float:
     """The inverse of a rate, once it is known to be one."""
     if not inverse_rate > 1.0 / FASTEST_PER_S:
         raise HardwareError(
             f"calibration: {name} took the same time whatever the size, so its rate cannot be "
-            f"told. The machine was too busy, or the clock too coarse; calibrate again, with more "
-            f"rounds."
+            f"determined. The machine was too busy, or the clock too coarse; calibrate again, with "
+            f"more rounds."
         )
     return inverse_rate
 

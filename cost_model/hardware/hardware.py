@@ -77,7 +77,7 @@ class Hardware:
         overlap: Share of the shorter of compute and communication that the longer one hides, 0 to
             1.
         source: Where the numbers come from.
-        op_s: What an operation takes beside its arithmetic and traffic (launch, dispatch), >= 0.
+        op_s: What an operation takes besides its arithmetic and traffic (launch, dispatch), >= 0.
         measured_on: The kind of device that a calibration measured, "" for datasheet numbers.
     """
 

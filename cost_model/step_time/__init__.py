@@ -5,5 +5,5 @@ In: the classes of a program (`program`), a `Hardware` and its `Backend`, and la
 (`row_index`) and sums the rows; rows that are new are priced together, by `equation_costs`
 (roofline, partial sums, results) and `value_costs` (operands brought to the spec in which they are
 read), which add up collectives in `collective_tables`. Out: seconds, collectives, and the
-`temporaries` that a device holds beside the values. Next is `memory`, which finds the peak.
+`temporaries` that a device holds besides the values. Next is `memory`, which finds the peak.
 """

@@ -22,7 +22,8 @@ from autoshard.evidence.collectives import KINDS, ring_bytes
 from autoshard.layout.placements import Placements
 
 _LARGE_BYTES = 1 << 40
-"""Bytes by which seconds a byte are told: so many that subtracting the latency costs no digits."""
+"""Bytes from which seconds a byte are computed: so many that subtracting the latency costs no
+digits. No test depends on it."""
 
 _ring_bytes = cast("Callable[[str, Array, int], Array]", ring_bytes)
 """Integer arithmetic is the same for arrays."""
@@ -43,7 +44,7 @@ class Collectives(NamedTuple):
 
 
 class CollectiveBatch:
-    """Collectives of many class costs, as they are found."""
+    """Collectives of many class costs; grows as they are added."""
 
     def __init__(self, specs: Specs) -> None:
         self.specs = specs

@@ -121,7 +121,7 @@ class CostTables:
         return self._sent_bytes[: self._count]
 
     def temporaries(self, rows: Array) -> Temporaries:
-        """What layouts hold beside the values themselves, by layout.
+        """What layouts hold besides the values themselves, by layout.
 
         Args:
             rows: [groups, layouts] from `rows`.

@@ -100,7 +100,7 @@ class EquationCosts:
 
     def _prepare_classes(self, hardware: Hardware, backend: Backend) -> None:
         context, count = self._context, len(self._classes)
-        # [classes] each, of the class: runs per call, flops, rate, seconds beside the work
+        # [classes] each: runs per call, flops, their rate, seconds besides arithmetic and traffic
         self._runs = np.zeros(count)
         self._flops = np.zeros(count)
         self._flops_per_s = np.zeros(count)
@@ -310,7 +310,7 @@ class EquationCosts:
         local = results.local
         partial = results.partial_over != 0
         stored_over = self._context.specs.axis_set(results.target.dims)
-        # summed whole, then sliced: the whole sum is there beside the partial one
+        # summed whole, then sliced: the whole sum is there besides the partial one
         sliced = partial & ((results.partial_over & stored_over & ~scattered) != 0)
 
         before_reshard = np.where(~partial & resharded, local, 0)
@@ -319,10 +319,10 @@ class EquationCosts:
         parts = []
         # in the order of the memory columns
         for kind, local_bytes in enumerate((before_reshard, partial_sums, complete_sums)):
-            held = _sum_by(results.owner, local_bytes, len(number))  # [n]
-            some = np.flatnonzero(held)
+            total = _sum_by(results.owner, local_bytes, len(number))  # [n]
+            some = np.flatnonzero(total)
             column = number[some] + kind * len(self._classes)
-            parts.append(Temporaries(some, column, held[some].astype(np.int64)))
+            parts.append(Temporaries(some, column, total[some].astype(np.int64)))
         return Temporaries.joined(parts)
 
     # The bound ------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ class HaloExchanges:
         local = operands.value_bytes[position] // specs.shard_count[cut]
         owner = operands.owner[position]
 
-        turned = np.where(transposed, axis_set, 0)
-        batch.add("all_to_all", owner, turned, local * specs.shard_count[turned])
+        transposed_over = np.where(transposed, axis_set, 0)
+        batch.add("all_to_all", owner, transposed_over, local * specs.shard_count[transposed_over])
         halo_bytes = (local * np.maximum(shards, 0.0)).astype(np.int64)
         batch.add("collective_permute", owner, np.where(shards > 0, axis_set, 0), halo_bytes)
         return wanted

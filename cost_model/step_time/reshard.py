@@ -11,7 +11,7 @@ The collectives of a reshard on a mesh with axes a and b:
 
 A spec is a small number here (`Specs.number`): which dimension each mesh axis splits, and their
 order where they share one. A set of mesh axes is a number too, one bit each. What takes part in a
-reshard does not depend on the value, so it is found once per pair of specs; bytes and seconds
+reshard does not depend on the value, so it is determined once per pair of specs; bytes and seconds
 follow from arrays (`collective_tables`).
 """
 
@@ -158,7 +158,8 @@ def _reshard(have: SpecAxes, want: SpecAxes) -> tuple[int, ...]:
     """What takes part in one reshard, in the order of the fields of `Reshards`."""
     dim_before, dim_after = _dim_of_axis(have), _dim_of_axis(want)
     before, after = set(dim_before), set(dim_after)
-    kept, gathered, new = before & after, before - after, after - before
+    kept = before & after
+    gathered, new = before - after, after - before
 
     moved = {axis for axis in kept if dim_before[axis] != dim_after[axis]}
     gathered_dims = {dim_before[axis] for axis in gathered}

@@ -1,4 +1,4 @@
-"""What a device holds beside the values themselves: partial sums, results and copies before a move.
+"""What a device holds besides the values themselves: partial sums, copies, results to be resharded.
 
 Each temporary has a *memory column*, which says where in the program it is alive. With n classes of
 equations, the columns are
@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.cost_model.program.applied_constraints import Array
 
 _READER_BITS = 62
-"""Kinds of readers that are told apart: an int64 has 63 bits beside its sign. No test has a value
+"""Kinds of readers that have a bit of their own: an int64 has 63 and a sign. No test has a value
 that is read in so many ways."""
 
 
