@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.placements import Placements
+from autoshard.layout.signature_table import shared_dims
 from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS
-from autoshard.tracing.program import Value
 
 
 class RuleSimplifier:
@@ -19,47 +19,55 @@ class RuleSimplifier:
 
     def __init__(self, placements: Placements) -> None:
         self._placements = placements
-        self._columns = {inside: self._stated(inside) for inside in (True, False)}
+        self._stated_columns = {inside: self._find_stated(inside) for inside in (True, False)}
 
-    def _stated(self, inside: bool) -> NDArray[np.int64]:
-        """Columns of what the compiled program is told: arguments, outputs and, inside, anchors and
-        loop carries.
+    def _find_stated(self, inside: bool) -> NDArray[np.int64]:
+        """[stated columns] columns of what a layout states to the compiler.
+
+        Arguments and outputs; inside the function anchors and loop carries too.
         """
-        place = self._placements
-        body = place.problem.program.body
-        values: list[Value] = [*body.inputs, *body.outputs]
-        works = []
-        for eqn in place.problem.program.eqns if inside else ():
+        placements = self._placements
+        program = placements.problem.program
+        values = [*program.body.inputs, *program.body.outputs]
+        columns = set()
+        for eqn in program.eqns if inside else ():
             if eqn.primitive in ANCHORS or eqn.primitive in CUT_KERNELS:
-                works.append(eqn)
+                columns.add(placements.factor_column(eqn))
                 values += eqn.outputs
-            values += [value for carry in eqn.carries for value in carry]
-        columns = {place.value_column(v) for v in values} | {place.factor_column(e) for e in works}
+            for carried in eqn.carries:
+                values += carried
+        columns.update(map(placements.value_column, values))
         return np.array(sorted(columns), dtype=np.int64)
 
     def simplify(self, layout: Layout) -> Layout:
-        """The same compiled program from as few of its rules: later ones go first, each that states
-        nothing.
+        """The same compiled program from as few of its rules.
+
+        Later rules go first, each that states nothing.
         """
-        rules, wanted = layout.rules, self._says([layout.rules], layout.inside)[0]
-        number = len(rules)
-        while number:
-            fewer = [rules[:i] + rules[i + 1 :] for i in range(number)]
-            same = [n for n, said in enumerate(self._says(fewer, layout.inside)) if said == wanted]
-            if not same:
+        rules = layout.rules
+        (wanted,) = self._statements([rules], layout.inside)
+        end = len(rules)
+        while end:
+            # Rules from `end` on were needed with the one just dropped, which states nothing.
+            fewer = [rules[:i] + rules[i + 1 :] for i in range(end)]
+            statements = self._statements(fewer, layout.inside)
+            idle = [i for i, stated in enumerate(statements) if stated == wanted]
+            if not idle:
                 break
-            number = same[-1]
-            rules = fewer[number]
+            end = idle[-1]
+            rules = fewer[end]
         return replace(layout, rules=rules)
 
-    def _says(self, batch: list[tuple[AxisRule, ...]], inside: bool) -> list[bytes]:
+    def _statements(self, batch: list[tuple[AxisRule, ...]], inside: bool) -> list[bytes]:
+        """What each rule list states to the compiler, equal where the compiled program is."""
         index = self._placements.of_rules(batch)
-        columns = self._columns[inside]
-        rows = [rows.array[index[:, a]][:, columns] for a, rows in enumerate(self._placements.rows)]
-        *axes, order = rows
-        shared = np.zeros(order.shape, dtype=bool)
-        for a, mine in enumerate(axes):
-            for other in axes[:a]:
-                shared |= (mine == other) & (mine >= 0)
-        said = np.stack([*axes, np.where(shared, order, 0)], axis=1)
-        return [one.tobytes() for one in said]
+        columns = self._stated_columns[inside]
+        # For each mesh axis, then for the orders, [rule lists, stated columns].
+        *axes, order = (
+            rows.array[index[:, a]][:, columns] for a, rows in enumerate(self._placements.rows)
+        )
+        # The order of the mesh axes counts only where two share a dimension.
+        order = np.where(shared_dims(axes, order.shape), order, 0)
+        # [rule lists, mesh axes + 1, stated columns].
+        statements = np.stack([*axes, order], axis=1)
+        return [statement.tobytes() for statement in statements]
