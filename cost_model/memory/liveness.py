@@ -141,8 +141,9 @@ class _Builder:
             if node.eqn is not None and node.eqn.bodies:
                 self._enter(node.eqn, row, new, dead)
             alive |= new
-            row = row + self._bytes(new)
+            row = row + self._bytes(new)  # a new array: earlier ones are rows of the table
             if node.eqn is not None:
+                # An update in place has no result of its own beside its operand.
                 reused = {node.updated} & dead if node.updated in node.reads else set()
                 self._point(node.eqn, row - self._bytes(reused))
             alive -= dead

@@ -197,6 +197,7 @@ class _Builder:
         key = (self._value_kind(value), constant, frozenset(by_kind))
         members = self._values.setdefault(key, _ValueMembers())
         members.values.append(value)
+        # In one order for all values, so that the spans of a kind of reader lie together.
         members.readers.append({kind: by_kind[kind] for kind in sorted(by_kind, key=repr)})
         members.moves_per_call += 0.0 if constant else runs
 
@@ -263,7 +264,10 @@ class _Builder:
         return self._problem.value_signature(value), value.itemsize, pinned, tuple(applied)
 
     def _equation_key(self, eqn: Eqn) -> object:
-        """Equal for equations whose costs are, however the rules split them."""
+        """Equal for equations whose costs are, however the rules split them.
+
+        All that fuses elementwise is one family: its flops and its traffic are the same.
+        """
         rule = self._classes.rules[eqn.index]
         family = "elementwise" if eqn.primitive in FUSED else eqn.primitive
         places = [(self._value_kind(value), factors) for value, factors in rule.places(eqn)]
@@ -272,7 +276,7 @@ class _Builder:
             flops(eqn, rule),
             rule.kinds,
             self._problem.factor_signature(eqn),
-            len(eqn.inputs),
+            len(eqn.inputs),  # where results begin among the places
             tuple(places),
             exchanges(eqn, rule),
         )

@@ -28,7 +28,8 @@ ReadsAt = tuple[Eqn, int]
 MOST_INDICES = 15
 """At how many indices XLA computes a producer inside one fusion at most.
 
-XLA, `FusionNodeIndexingEvaluation::kAllowedCodeDuplication`.
+XLA, `FusionNodeIndexingEvaluation::kAllowedCodeDuplication`. No test fails without it; with 1, what
+is predicted of Llama's CPU memory changes.
 """
 
 
@@ -105,9 +106,9 @@ class _Scheduler:
         self._backend = backend
         self._fusion = _Fusion(body, backend)
         self._nodes: list[Node] = []
-        self._fused: dict[int, int] = {}
+        self._fused: dict[int, int] = {}  # `Eqn.index`: that of the last node it is fused into
         self._inlined: dict[Value, _Inlined] = {}
-        self._from_memory: list[ReadsAt] = []
+        self._from_memory: list[ReadsAt] = []  # what is not computed on the fly
         self._copies: set[Buffer] = set()
         self._broadcasts: set[Value] = set()
 
@@ -116,10 +117,13 @@ class _Scheduler:
         reads, inlined = self._reads(eqn)
         writes = tuple((v, ()) for v in eqn.outputs if v in self._fusion.in_memory)
         fusible = self._fusion.fusible(eqn)
+
         if writes or not fusible:
             updated = (eqn.inputs[0], ()) if eqn.primitive in UPDATES else None
             self._nodes.append(Node(eqn, tuple(reads), writes, updated))
             self._fused |= dict.fromkeys(inlined, eqn.index)
+
+        # Even what reaches memory for one reader may be computed again by another.
         if fusible and (not writes or self._computed_again(eqn)):
             eqns = [*dict.fromkeys(inlined), eqn.index]
             self._inlined |= dict.fromkeys(eqn.outputs, _Inlined(reads, eqns))
@@ -144,7 +148,7 @@ class _Scheduler:
             elif value.shape:
                 self._from_memory.append((eqn, number))
             copy = copies.get(number)
-            if copy is not None:
+            if copy is not None:  # it reads the copy; what it was made of is read by that
                 self._copy(copy, sources)
                 sources = {copy: None}
             reads |= sources
@@ -191,6 +195,7 @@ class _Scheduler:
             XLA, InstructionFusion::EffectivelyAtMostUnary.
         """
         shape = eqn.outputs[0].shape
+        # Reading a broadcast costs as little as what it was broadcast from.
         large = [v for v in eqn.inputs if v.shape == shape and v not in self._broadcasts]
         return len(large) <= 1
 
@@ -251,7 +256,7 @@ class _Fusion:
         return eqn.primitive in self._fuses or is_outer_product(eqn)
 
     def _visit(self, eqn: Eqn) -> None:
-        """Decides on one equation; its readers are decided."""
+        """Decides on one equation, after all its readers."""
         readers: list[ReadsAt] = []
         for value in eqn.outputs:
             readers += self._readers.get(value, ())
@@ -263,11 +268,13 @@ class _Fusion:
         if self._too_many(eqn, indices):
             fuses = False
             self.at_too_many_indices.add(eqn.index)
+
         in_memory = self._outputs.intersection(eqn.outputs)
-        if not fuses:
+        if not fuses:  # what has no reader and is no output is never computed
             in_memory |= self._readers.keys() & set(eqn.outputs)
         self.in_memory |= in_memory
         if self.fusible(eqn):
+            # What reaches memory is the root of a fusion, computed at the one index of its result.
             self._hand_on(eqn, {eqn.index: {None}} if in_memory else indices)
 
     def _belongs_to_reduction(self, eqn: Eqn, readers: Sequence[ReadsAt]) -> bool:
@@ -281,6 +288,7 @@ class _Fusion:
         """True if all readers may compute it themselves."""
         if not self.fusible(eqn) or (eqn.primitive in EXPENSIVE and len(readers) > 1):
             return False
+        # A broadcast number is sunk into loops, where it is broadcast again in each trip.
         sinks = eqn.primitive == "broadcast_in_dim" and eqn.inputs[0].literal
         for reader, number in readers:
             sinks_here = sinks and _is_constant_of_loop(reader, number)
@@ -309,7 +317,7 @@ class _Fusion:
             if not value.shape:
                 continue
             same_index = eqn.primitive not in MOVING and value.shape == eqn.outputs[0].shape
-            needed = self._indices.setdefault(value, {})
+            needed = self._indices.setdefault(value, {})  # by root
             for root, indices in by_root.items():
                 new = indices if same_index else {(eqn.index, index) for index in indices}
                 needed.setdefault(root, set()).update(new)

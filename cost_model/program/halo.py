@@ -111,7 +111,7 @@ def shards_sent(eqn: Eqn, requirement: Requirement, shard_count: int) -> float:
         sent = halo_elements(window, shard_count)
         if sent is None:
             return GATHERED
-        total += sent / max(-(-window.size // shard_count), 1)
+        total += sent / max(_ceil_div(window.size, shard_count), 1)
     return total
 
 
@@ -214,7 +214,7 @@ def halo_elements(window: Window, shard_count: int) -> int | None:
     """
     if not window.size or not window.windows:
         return 0
-    shard = -(-window.size // shard_count)
+    shard = _ceil_div(window.size, shard_count)
     left, right = _halo_bounds(window, shard, shard_count)
     # Shard and halos together on the device that needs most.
     needed = shard + max(a + b for a, b in zip(left, right, strict=True))
@@ -227,17 +227,22 @@ def halo_elements(window: Window, shard_count: int) -> int | None:
     return _neighbour_elements(left, right, shard)
 
 
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
 def _halo_bounds(window: Window, shard: int, shard_count: int) -> tuple[list[int], list[int]]:
     """By device, the elements that it needs before its shard and after it.
 
     Negative where what it needs begins after the start of its shard, or ends before its end.
     """
-    share = -(-window.windows // shard_count)
+    share = _ceil_div(window.windows, shard_count)
     left, right = [], []
     for device in range(shard_count):
         start = device * share * window.stride - window.low
         limit = start + (share - 1) * window.stride + window.reach
-        left.append(device * shard - -(-start // window.dilation))
+        left.append(device * shard - _ceil_div(start, window.dilation))
+        # Positions between the elements of a dilated operand hold nothing.
         right.append((limit - 1) // window.dilation + 1 - (device + 1) * shard)
     return left, right
 
@@ -252,7 +257,7 @@ def _neighbour_elements(left: Sequence[int], right: Sequence[int], shard: int) -
     for near, far in ((left[1:], right), (right[:-1], left)):
         most = max(near, default=0)
         skipped = max(-(max(far) + shard), 0)  # next to the shard, needed by no device
-        for distance in range(-(-most // shard)):
+        for distance in range(_ceil_div(most, shard)):
             size = min(most - shard * distance, shard) - max(skipped - shard * distance, 0)
             total += max(size, 0)
     return total
