@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from autoshard.jax_internals.mlir import callee, functions, parse_module, rank, 
 
 _RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
-
 _FACTOR = re.compile(r"[a-z](?:_\d+)?")
+"""Shardy prints factors as i ... z, then i_1 ..., those of one dimension without a separator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ def op_sharding_rule(lowered: jax.stages.Lowered | str) -> tuple[OpRule, ...]:
     rules: list[OpRule] = []
 
     def visit(op: Any) -> None:
-        if "sdy.sharding_rule" in op.attributes:
-            rules.append(_parse_rule(op.name, str(op.attributes["sdy.sharding_rule"])))
+        rule = _rule_of(op)
+        if rule is not None:
+            rules.append(rule)
 
     walk(run_passes(module, _RULES_PIPELINE), visit)
     return tuple(rules)
@@ -63,7 +64,7 @@ class LoweredOp:
     Attributes:
         name: Name of the operation (`stablehlo.dot_general`).
         operands: Numbers of the values it reads.
-        results: Numbers of the values it makes.
+        results: Numbers of its results.
         rule: The compiler's sharding rule; None where it states none.
         combine: How it combines what it reduces (the operation in its body), "add" where it has no
             body.
@@ -96,38 +97,43 @@ class LoweredOps:
 def lowered_ops(lowered: jax.stages.Lowered) -> LoweredOps:
     """The operations of a lowered program, each with the compiler's own sharding rule."""
     operation = run_passes(lowered.compiler_ir("stablehlo"), _RULES_PIPELINE)
-    by_name = functions(operation)
-    ranks: list[int] = []
-    ops: list[LoweredOp] = []
+    return _Reader(functions(operation)).read()
 
-    def number(value: Any) -> int:
-        ranks.append(rank(value.type))
-        return len(ranks) - 1
 
-    def enter(function: Any, arguments: Sequence[int]) -> tuple[int, ...]:
+class _Reader:
+    """Numbers the values of a module and lists its operations, calls of functions entered."""
+
+    def __init__(self, by_name: Mapping[str, Any]) -> None:
+        self._functions = by_name
+        self._ranks: list[int] = []
+        self._ops: list[LoweredOp] = []
+
+    def read(self) -> LoweredOps:
+        main = self._functions["main"]
+        arguments = self._numbered(main.regions[0].blocks[0].arguments)
+        results = self._enter(main, arguments)
+        return LoweredOps(arguments, results, tuple(self._ops), tuple(self._ranks))
+
+    def _numbered(self, values: Iterable[Any]) -> tuple[int, ...]:
+        """New numbers for these values."""
+        first = len(self._ranks)
+        self._ranks += [rank(value.type) for value in values]
+        return tuple(range(first, len(self._ranks)))
+
+    def _enter(self, function: Any, arguments: Sequence[int]) -> tuple[int, ...]:
+        """Lists the operations of one call of a function; the numbers of what it returns."""
         block = function.regions[0].blocks[0]
         numbers: dict[Any, int] = dict(zip(block.arguments, arguments, strict=True))
         *body, end = (view.operation for view in block)
         for op in body:
             operands = tuple(numbers[value] for value in op.operands)
             if op.name == "func.call":
-                results = enter(by_name[callee(op)], operands)
+                results = self._enter(self._functions[callee(op)], operands)
             else:
-                results = tuple(number(value) for value in op.results)
-                stated = "sdy.sharding_rule" in op.attributes
-                rule = (
-                    _parse_rule(op.name, str(op.attributes["sdy.sharding_rule"]))
-                    if stated
-                    else None
-                )
-                ops.append(LoweredOp(op.name, operands, results, rule, _combine(op)))
+                results = self._numbered(op.results)
+                self._ops.append(LoweredOp(op.name, operands, results, _rule_of(op), _combine(op)))
             numbers.update(zip(op.results, results, strict=True))
         return tuple(numbers[value] for value in end.operands)
-
-    main = by_name["main"]
-    arguments = tuple(number(value) for value in main.regions[0].blocks[0].arguments)
-    results = enter(main, arguments)
-    return LoweredOps(arguments, results, tuple(ops), tuple(ranks))
 
 
 _COMBINE = {
@@ -148,19 +154,28 @@ def _combine(op: Any) -> str:
     return _COMBINE.get(first.removeprefix("stablehlo."), "add")
 
 
+def _rule_of(op: Any) -> OpRule | None:
+    """The rule that Shardy's pass attached to an operation, if it did."""
+    if "sdy.sharding_rule" not in op.attributes:
+        return None
+    return _parse_rule(op.name, str(op.attributes["sdy.sharding_rule"]))
+
+
 def _parse_rule(name: str, text: str) -> OpRule:
-    """Parses `#sdy.op_sharding_rule<([i, k], [k, j])->([i, j]) {i=8, j=32, k=16}
-    reduction={k}>`.
-    """
-    left, right = text.split("->", 1)
-    sizes = {factor: int(size) for factor, size in re.findall(r"(\w+)=(\d+)", right)}
-    kinds = {
-        kind: tuple(factors.split(", "))
-        for kind, factors in re.findall(r"(\w+)=\{([^}]*)\}", right)
-    }
-    return OpRule(name, _mappings(left), _mappings(right[: right.index(")")]), sizes, kinds, text)
+    """Parses `#sdy.op_sharding_rule<([i, k], [k, j])->([i, j]) {i=8, ...} reduction={k}>`."""
+    operands, rest = text.split("->", 1)
+    results = rest[: rest.index(")")]
+    sizes = {factor: int(size) for factor, size in re.findall(r"(\w+)=(\d+)", rest)}
+    kinds = {}
+    for kind, factors in re.findall(r"(\w+)=\{([^}]*)\}", rest):
+        kinds[kind] = tuple(factors.split(", "))
+    return OpRule(name, _factors_of(operands), _factors_of(results), sizes, kinds, text)
 
 
-def _mappings(text: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    tensors = re.findall(r"\[([^\]]*)\]", text)
-    return tuple(tuple(tuple(_FACTOR.findall(d)) for d in t.split(", ") if d) for t in tensors)
+def _factors_of(text: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """By array and dimension of `([ij, k], [k])`, the factors."""
+    arrays = []
+    for array in re.findall(r"\[([^\]]*)\]", text):
+        dims = [dim for dim in array.split(", ") if dim]
+        arrays.append(tuple(tuple(_FACTOR.findall(dim)) for dim in dims))
+    return tuple(arrays)

@@ -4,15 +4,15 @@ The passes propagate the shardings of arguments and constraints through the Stab
 explicit collectives with mesh axes by name. That takes milliseconds where a compile takes seconds,
 for any mesh size and on any backend. It is not an exact count of the compiled program's bytes
 (**partitioned**, not **compiled**): XLA fuses, merges and moves collectives afterwards, and its CPU
-compiler writes a reduce_scatter as an all_reduce of twice the bytes. So that equal moves are not
-counted twice, a move of the same value to the same sharding counts once per loop body.
+compiler writes a reduce_scatter as an all_reduce of twice the bytes. So that equal reshards are not
+counted twice, one of the same value to the same sharding counts once per loop body.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,20 +51,23 @@ _PIPELINE = (
 
 _STABLEHLO_AXIS = re.compile(r'axis_ref<\s*name = "([^"]+)"([^>]*)')
 
-_MOVE_AXES = {
+_RESHARD_AXES = {
     "sdy.all_gather": "gathering_axes",
     "sdy.reduce_scatter": "reduce_scatter_axes",
     "sdy.all_reduce": "reduction_axes",
     "sdy.all_to_all": "params",
     "sdy.collective_permute": "",
 }
-_EXPLICIT = (
+"""Collectives that Shardy inserts, with the attribute that names their mesh axes."""
+
+_MANUAL = (
     "stablehlo.all_gather",
     "stablehlo.reduce_scatter",
     "stablehlo.all_reduce",
     "stablehlo.all_to_all",
     "stablehlo.collective_permute",
 )
+"""Collectives that the user wrote in a shard_map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,10 @@ def partition_module(module: Any, mesh_axes: Mapping[str, int]) -> Partitioned |
         return PartitionFailure(f"Shardy's passes: {type(error).__name__}: {text}")
 
 
+_Reshards = dict[tuple[Any, str], Any]
+"""By (value, operation and new sharding), the result: the reshards of a loop body so far."""
+
+
 class _Reader:
     """Walks the partitioned functions; `alias` maps a value to the value it is equal to."""
 
@@ -138,95 +145,98 @@ class _Reader:
         self._functions = functions
         self._alias: dict[Any, Any] = {}
 
-    def body(self, block: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
-        """Collectives of one execution of a block. `seen`: the moves of this loop body so far."""
+    def body(self, block: Any, reshards: _Reshards) -> Iterator[CollectiveOp]:
+        """Collectives of one execution of a block."""
         for view in block:
-            op = view.operation
-            name = op.name
-            if name in _MOVE_AXES:
-                yield from self._move(op, seen)
-            elif name in _EXPLICIT:
-                yield from self._explicit(op)
-            elif name == "sdy.named_computation":
-                yield from self._inlined(op, op.regions[0].blocks[0], seen)
-            elif name == "func.call":
-                called = self._functions[callee(op)]
-                yield from self._inlined(op, called.regions[0].blocks[0], {})
-            elif name == "sdy.manual_computation":
-                yield from self.body(op.regions[0].blocks[0], {})
-            elif name == "stablehlo.while":
-                trips = trip_count(op)
-                for inner in (op.regions[0], op.regions[1]):
-                    for found in self.body(inner.blocks[0], {}):
-                        known = found.trip_count_known and trips is not None
-                        yield replace(
-                            found,
-                            trip_count=found.trip_count * (1 if trips is None else trips),
-                            trip_count_known=known,
-                        )
-            elif name in ("stablehlo.case", "stablehlo.if"):
-                branches = [tuple(self.body(region.blocks[0], {})) for region in op.regions]
-                yield from max(branches, key=collective_bytes, default=())
+            yield from self._collectives(view.operation, reshards)
+
+    def _collectives(self, op: Any, reshards: _Reshards) -> Iterator[CollectiveOp]:
+        """Collectives of one execution of an operation."""
+        name = op.name
+        if name in _RESHARD_AXES:
+            yield from self._reshard(op, reshards)
+        elif name in _MANUAL:
+            yield from self._manual(op)
+        elif name == "sdy.named_computation":
+            yield from self._inlined(op, op.regions[0].blocks[0], reshards)
+        elif name == "func.call":
+            called = self._functions[callee(op)]
+            yield from self._inlined(op, called.regions[0].blocks[0], {})
+        elif name == "sdy.manual_computation":
+            yield from self.body(op.regions[0].blocks[0], {})
+        elif name == "stablehlo.while":
+            yield from self._loop(op)
+        elif name in ("stablehlo.case", "stablehlo.if"):
+            branches = [tuple(self.body(region.blocks[0], {})) for region in op.regions]
+            yield from max(branches, key=collective_bytes, default=())
+
+    def _loop(self, op: Any) -> Iterator[CollectiveOp]:
+        """Collectives of all trips; an unknown trip count counts as one."""
+        trips = trip_count(op)
+        for region in op.regions:  # condition and body
+            for collective in self.body(region.blocks[0], {}):
+                yield replace(
+                    collective,
+                    trip_count=collective.trip_count * (1 if trips is None else trips),
+                    trip_count_known=collective.trip_count_known and trips is not None,
+                )
 
     def _resolve(self, value: Any) -> Any:
         while value in self._alias:
             value = self._alias[value]
         return value
 
-    def _inlined(
-        self, op: Any, block: Any, seen: dict[tuple[Any, str], Any]
-    ) -> Iterator[CollectiveOp]:
+    def _inlined(self, op: Any, block: Any, reshards: _Reshards) -> Iterator[CollectiveOp]:
         for argument, operand in zip(block.arguments, op.operands, strict=True):
             self._alias[argument] = self._resolve(operand)
-        yield from self.body(block, seen)
+        yield from self.body(block, reshards)
         returned = list(block)[-1].operation.operands
         for result, value in zip(op.results, returned, strict=True):
             self._alias[result] = self._resolve(value)
 
-    def _move(self, op: Any, seen: dict[tuple[Any, str], Any]) -> Iterator[CollectiveOp]:
-        """An explicit collective that Shardy inserted: the type is global, the sharding says what
-        one device holds.
-        """
+    def _reshard(self, op: Any, reshards: _Reshards) -> Iterator[CollectiveOp]:
+        """A collective that Shardy inserted: its type is global, its sharding cuts that."""
         sharding = str(op.attributes["out_sharding"])
+        result = op.results[0]
         key = (self._resolve(op.operands[0]), f"{op.name} {sharding}")
-        if key in seen:
-            self._alias[op.results[0]] = seen[key]
+        if key in reshards:
+            self._alias[result] = reshards[key]
             return
-        seen[key] = op.results[0]
-        kind = op.name.removeprefix("sdy.")
-        type_ = op.results[0].type
-        dims = dim_shardings(sharding, rank(type_))
-        if kind == "collective_permute":
-            before = stated_sharding(self._resolve(op.operands[0]))
-            moved = [d for d, axes in enumerate(dims) if before is None or axes != before[d]]
-            names = [name for d in moved for name in (*dims[d], *(before[d] if before else ()))]
-        else:
-            names = axis_names(str(op.attributes[_MOVE_AXES[op.name]]))
-        sizes = {name: self._size(name) for name in names}
-        group_size = math.prod(sizes.values())
-        local = local_bytes(type_, [math.prod(self._size(name) for name in axes) for axes in dims])
-        full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
-        yield self._op(
-            op, kind, self._mesh.ordered([name.split(":")[0] for name in names]), group_size, full
-        )
+        reshards[key] = result
 
-    def _explicit(self, op: Any) -> Iterator[CollectiveOp]:
-        """A collective of the user's shard_map: the type is what one device holds (of the manual
-        axes).
-        """
-        kind = op.name.removeprefix("stablehlo.")
+        dims = dim_shardings(sharding, rank(result.type))
+        names = self._reshard_axes(op, dims)
+        sizes = {name: self._size(name) for name in names}
+        axes = self._mesh.ordered([name.split(":")[0] for name in names])
+        local = local_bytes(result.type, self._shard_counts(dims))
+        yield self._collective(op, axes, math.prod(sizes.values()), local)
+
+    def _reshard_axes(self, op: Any, dims: tuple[DimSharding, ...]) -> list[str]:
+        """Mesh axes, sub-axes among them, that a reshard to this sharding spans."""
+        if op.name != "sdy.collective_permute":
+            return axis_names(str(op.attributes[_RESHARD_AXES[op.name]]))
+        # It names none: they are those of the dimensions whose sharding changes.
+        before = stated_sharding(self._resolve(op.operands[0]))
+        if before is None:
+            return [name for axes in dims for name in axes]
+        names: list[str] = []
+        for new, old in zip(dims, before, strict=True):
+            if new != old:
+                names += (*new, *old)
+        return names
+
+    def _manual(self, op: Any) -> Iterator[CollectiveOp]:
+        """A collective of the user's shard_map: its type is one device's (of the manual axes)."""
         local = 0
         for result in op.results:
             dims = stated_sharding(result) or ()
-            local += local_bytes(
-                result.type, [math.prod(self._size(name) for name in axes) for axes in dims]
-            )
+            local += local_bytes(result.type, self._shard_counts(dims))
         axes, group_size = self._span(op)
         if group_size > 1:
-            full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
-            yield self._op(op, kind, axes, group_size, full)
+            yield self._collective(op, axes, group_size, local)
 
     def _span(self, op: Any) -> tuple[tuple[str, ...], int]:
+        """Mesh axes that a manual collective spans, and the devices in one group."""
         if op.name == "stablehlo.collective_permute":
             pairs = dense_integers(op.attributes["source_target_pairs"])
             assert pairs is not None
@@ -236,6 +246,7 @@ class _Reader:
         numbers = dense_integers(groups)
         if numbers is not None:
             return self._mesh.spanned(numbers.astype(np.int64)), numbers.shape[1]
+        # Groups by mesh axes, some of them in part.
         names, size = [], 1
         for name, rest in _STABLEHLO_AXIS.findall(str(groups)):
             part = re.search(r"\bsize = (\d+)", rest)
@@ -243,14 +254,37 @@ class _Reader:
             size *= int(part[1]) if part else self._mesh.sizes[name]
         return self._mesh.ordered(names), size
 
-    def _op(
-        self, op: Any, kind: str, axes: tuple[str, ...], group_size: int, full: int
+    def _collective(
+        self, op: Any, axes: tuple[str, ...], group_size: int, local: int
     ) -> CollectiveOp:
+        """The record of a collective.
+
+        Args:
+            op: The operation.
+            axes: Mesh axes that it spans.
+            group_size: Devices in one group.
+            local: Bytes of its result on one device.
+        """
+        kind = op.name.partition(".")[2]
+        full = local * group_size if kind in ("reduce_scatter", "all_to_all") else local
         source, op_name = location(op)
-        sent = ring_bytes(kind, full, group_size)
-        shape = ", ".join(str(result.type) for result in op.results)
-        return CollectiveOp(kind, axes, group_size, 1, full, sent, shape, source, op_name)
+        return CollectiveOp(
+            kind=kind,
+            axes=axes,
+            group_size=group_size,
+            trip_count=1,
+            full_bytes=full,
+            sent_bytes=ring_bytes(kind, full, group_size),
+            shape=", ".join(str(result.type) for result in op.results),
+            source=source,
+            op_name=op_name,
+        )
+
+    def _shard_counts(self, dims: Sequence[DimSharding]) -> list[int]:
+        """By dimension, into how many shards it is cut."""
+        return [math.prod(self._size(name) for name in axes) for axes in dims]
 
     def _size(self, axis: str) -> int:
+        """Devices along a mesh axis, or along a part of it (`model:(1)2`)."""
         name, _, part = axis.partition(":")
         return int(part.rpartition(")")[2]) if part else self._mesh.sizes[name]

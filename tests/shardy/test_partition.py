@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from train_steps import BATCH, D_FF, D_MODEL, LAYERS, lower, mlp_step
 
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.evidence.collectives import CollectiveOp, collective_bytes, summarise
 from autoshard.shardy.op_rules import op_sharding_rule
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
+from tests.compiler.train_steps import BATCH, D_FF, D_MODEL, LAYERS, lower, mlp_step
 
 
 def both(lowered: Any, mesh: Mesh) -> tuple[Partitioned, tuple[CollectiveOp, ...]]:
