@@ -28,8 +28,8 @@ ReadsAt = tuple[Eqn, int]
 MOST_INDICES = 15
 """At how many indices XLA computes a producer inside one fusion at most.
 
-XLA, `FusionNodeIndexingEvaluation::kAllowedCodeDuplication`. No test fails without it; with 1, what
-is predicted of Llama's CPU memory changes.
+XLA, `FusionNodeIndexingEvaluation::kAllowedCodeDuplication`. `tests/cost_model` passes without it;
+with 1, the predicted memory of Llama on CPU changes.
 """
 
 
