@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-targets check suite bench bench-accuracy fmt clean
+.PHONY: help install demo test test-all test-targets check suite package bench bench-accuracy fmt clean
 
 help:
-	@echo "make demo | test | test-all | test-targets | check | suite | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
+	@echo "make demo | test | test-all | test-targets | check | suite | package | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: autoshard needs 3.11 or newer; set PYTHON=...")'
@@ -47,6 +47,10 @@ test-targets:
 	$(MAKE) install VENV=.venv-targets
 	.venv-targets/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu,gpu]'
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets --dist loadfile -n $(WORKERS) tests/targets $(ARGS)
+
+# Builds the wheel and the source distribution, installs each elsewhere, and runs the README's example from it.
+package: $(STAMP)
+	$(BIN)/python -m tests.package
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest -m bench -s $(ARGS)

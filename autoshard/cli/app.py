@@ -36,6 +36,7 @@ from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError
 from autoshard.plan import Plan
 from autoshard.processes.process_group import LOST
 from autoshard.text import printable
+from autoshard.version import own_version
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes: what was asked for cannot be had; it was asked for wrongly (as click and argparse
@@ -50,10 +51,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autoshard {own_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def common(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
+    ] = False,
 ) -> None:
     """Options of every command."""
     context.obj = debug

@@ -48,26 +48,27 @@ class Only:
     def __hash__(self) -> int:
         return hash(self.entries)
 
-    def disallowed(self, value: Value, mesh_axes: Mapping[str, int], path: str) -> Disallowed:
-        """By dimension of a value, the mesh axes that may not split it.
-
-        Raises:
-            SpecError: If it names an unknown mesh axis, or has too many entries.
-        """
-        subject = _subject(self, value, path)
-        _check_rank(len(self.entries), value, subject)
-        disallowed: list[tuple[str, ...]] = [()] * len(value.shape)
-        for dim, entry in enumerate(self.entries):
-            if entry is PartitionSpec.UNCONSTRAINED:
-                continue
-            allowed = _axes_of(entry)
-            for axis in allowed:
-                _check_axis(axis, mesh_axes, subject)
-            disallowed[dim] = tuple(sorted(set(mesh_axes) - set(allowed)))
-        return tuple(disallowed)
-
 
 PinMap = Mapping[str | re.Pattern[str], PartitionSpec | Only]
+
+
+def disallowed_axes(pin: Only, value: Value, mesh_axes: Mapping[str, int], path: str) -> Disallowed:
+    """By dimension of a value, the mesh axes that may not split it.
+
+    Raises:
+        SpecError: If it names an unknown mesh axis, or has too many entries.
+    """
+    subject = _subject(pin, value, path)
+    _check_rank(len(pin.entries), value, subject)
+    disallowed: list[tuple[str, ...]] = [()] * len(value.shape)
+    for dim, entry in enumerate(pin.entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            continue
+        allowed = _axes_of(entry)
+        for axis in allowed:
+            _check_axis(axis, mesh_axes, subject)
+        disallowed[dim] = tuple(sorted(set(mesh_axes) - set(allowed)))
+    return tuple(disallowed)
 
 
 @runtime_checkable
@@ -195,7 +196,7 @@ def resolve_pins(
         for path in _matching(where, program.input_paths):
             leaf = leaves[path]
             if isinstance(pin, Only):
-                disallowed[leaf.index] = pin.disallowed(leaf, mesh_axes, path)
+                disallowed[leaf.index] = disallowed_axes(pin, leaf, mesh_axes, path)
                 specs.pop(leaf.index, None)
             else:
                 specs[leaf.index] = canonical_spec(pin, leaf, mesh_axes, path)
