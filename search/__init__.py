@@ -1,1 +1,8 @@
-"""The space of layouts, the presets, the proposer, and where a study is kept."""
+"""Search: which layouts are worth looking at, before anything is compiled.
+
+In come a `layout.Problem` and a predictor of the cost model. `presets` writes down what experts
+would do, `space` says which rule lists there are, `sampler` (Optuna) and `local_search` look for
+better ones, and `proposer` leads through these. Out go `Proposals`: distinct effective layouts with
+their predictions, best first. `evaluate` is next: it compiles, verifies and measures the best of
+them, and `search.study` shares that work between processes.
+"""

@@ -108,13 +108,13 @@ class _Sharded:
     Attributes:
         eqn: The equation.
         rule: Its sharding rule.
-        factors: The mesh axes of each factor, and the open ones.
+        sharding: The mesh axes of each factor, and the open ones.
     """
 
     def __init__(self, layout: Layout, eqn: Eqn) -> None:
         self.eqn = eqn
         self.rule = layout.problem.logical_axes.classes.rules[eqn.index]
-        self.factors = layout.factor_sharding(eqn)
+        self.sharding = layout.factor_sharding(eqn)
 
     def spec(self, factors: Factors) -> PartitionSpec:
         """The spec of an operand or raw result, as the factors are split."""
@@ -131,18 +131,18 @@ class _Sharded:
     def reshards_closed(self, own: Fit, factors: Factors) -> bool:
         """Whether an operand is split otherwise in its own spec, in a dimension that is shifted."""
         closed = closed_dims(self.eqn.primitive, self.rule, factors)
-        return any(own.spec[dim] != self.factors.spec[factors[dim]] for dim in closed)
+        return any(own.spec[dim] != self.sharding.spec[factors[dim]] for dim in closed)
 
     def _axes_of_dims(self, factors: Factors) -> Spec:
-        return tuple(self.factors.spec[factor] for factor in factors)
+        return tuple(self.sharding.spec[factor] for factor in factors)
 
     def _open_dims(self, factors: Factors) -> set[int]:
         primitive, rule = self.eqn.primitive, self.rule
         closed = closed_dims(primitive, rule, factors)
         open_dims = set()
         for dim, factor in enumerate(factors):
-            misfit = factor in self.factors.open_dims and dim not in closed
-            if misfit or leaves_open(primitive, rule, (factor,)):
+            is_misfit = factor in self.sharding.open_dims and dim not in closed
+            if is_misfit or leaves_open(primitive, rule, (factor,)):
                 open_dims.add(dim)
         return open_dims
 
@@ -151,9 +151,10 @@ def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     sharded = _Sharded(layout, eqn)
     operands: dict[int, PartitionSpec] = {}
     before_reshard: dict[int, PartitionSpec] = {}
-    for i, (value, factors) in enumerate(zip(eqn.inputs, sharded.rule.operands, strict=True)):
+    for i, value in enumerate(eqn.inputs):
         if not value.shape or value.literal or not value.bytes:
             continue
+        factors = sharded.rule.operands[i]
         operands[i] = sharded.spec(factors)
         own = layout.fit(value)
         if sharded.reshards_closed(own, factors):
@@ -168,12 +169,12 @@ def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
 def _results(layout: Layout, sharded: _Sharded) -> dict[int, tuple[PartitionSpec, ...]]:
     """The specs of each result: as it is computed, then its own where that is another."""
     results: dict[int, tuple[PartitionSpec, ...]] = {}
-    for i, (value, factors) in enumerate(
-        zip(sharded.eqn.outputs, sharded.rule.results, strict=True)
-    ):
-        if value.shape:
-            raw, own_spec = sharded.spec(factors), _own_spec(layout, value)
-            results[i] = (raw,) if raw == own_spec else (raw, own_spec)
+    for i, value in enumerate(sharded.eqn.outputs):
+        if not value.shape:
+            continue
+        raw = sharded.spec(sharded.rule.results[i])
+        own_spec = _own_spec(layout, value)
+        results[i] = (raw,) if raw == own_spec else (raw, own_spec)
     return results
 
 
@@ -214,7 +215,8 @@ def _own_spec(layout: Layout, value: Value) -> PartitionSpec:
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     """A kernel in a shard_map; None where every device runs all of it."""
     sharded = _Sharded(layout, eqn)
-    rule, factor_spec = sharded.rule, sharded.factors.spec
+    rule = sharded.rule
+    factor_spec = sharded.sharding.spec
     shards = _shards_of_factors(factor_spec, layout.problem.mesh_axes)
     summed = sorted(_factors_of(rule, FactorKind.REDUCTION) & shards.keys())
     # The results of the devices are added up by a psum; other reductions are not written.
@@ -312,14 +314,14 @@ def placed(layout: Layout, constraints: Constraints) -> tuple[PlacedConstraint, 
 
 def _placed_in(body: Body, constraints: Constraints) -> Iterator[PlacedConstraint]:
     for eqn in body.eqns:
-        line = source_line(eqn)
         for number, inner in enumerate(eqn.bodies):
             yield from _placed_in(inner, constraints)
             for i, spec in constraints.outputs.get((eqn.index, number), {}).items():
                 shape = inner.outputs[i].shape
-                yield PlacedConstraint(line, eqn.primitive, f"carry {i}", shape, spec)
+                yield PlacedConstraint(source_line(eqn), eqn.primitive, f"carry {i}", shape, spec)
         stated = constraints.eqns.get(eqn.index)
         if stated is not None:
+            line = source_line(eqn)
             for place, value, spec in _stated_places(eqn, stated):
                 yield PlacedConstraint(line, eqn.primitive, place, value.shape, spec)
 

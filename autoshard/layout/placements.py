@@ -30,9 +30,19 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.problem import BoundRule, Fit, Problem, bind, first_fit
 from autoshard.layout.signature_table import ABSENT as ABSENT
 from autoshard.layout.signature_table import OPEN as OPEN
-from autoshard.layout.signature_table import Entries, MeshOrders, SignatureTable, shared_dims
+from autoshard.layout.signature_table import (
+    Entries,
+    Ints,
+    Mask,
+    MeshOrders,
+    SignatureTable,
+    shared_dims,
+)
 from autoshard.layout.spec import Spec
 from autoshard.tracing.program import Eqn, Value
+
+Index = NDArray[np.int32]
+"""Numbers of rows, see above."""
 
 
 class Rows:
@@ -128,7 +138,7 @@ class Placements:
         """Sizes of the dimensions (or factors) of a column that rules may split."""
         return self._table.split_sizes(column)
 
-    def open_shard_counts(self, axis: int, rows: Entries) -> NDArray[np.int64]:
+    def open_shard_counts(self, axis: int, rows: Entries) -> Ints:
         """[rows, columns] shard count that the partitioner gives where a mesh axis is `OPEN`."""
         return self._table.open_shard_counts(axis, rows)
 
@@ -138,14 +148,14 @@ class Placements:
 
     # One layout -----------------------------------------------------------------------------------
 
-    def of_layout(self, layout: Layout) -> NDArray[np.int32]:
+    def of_layout(self, layout: Layout) -> Index:
         """[mesh axes + 1] the rows of one layout, whatever the order of its rules."""
         rows = self._table.fixed.copy()
         for column, signature in enumerate(self.problem.signatures):
             rows[:, column] = self._mesh.entries(layout.fit_signature(signature))
         return self._add(rows)
 
-    def repinned(self, index: NDArray[np.int32], pins: Mapping[int, Spec]) -> NDArray[np.int32]:
+    def repinned(self, index: Index, pins: Mapping[int, Spec]) -> Index:
         """[mesh axes + 1] the rows of a layout with other specs of pinned values.
 
         Args:
@@ -158,7 +168,7 @@ class Placements:
             rows[:, column] = self._mesh.entries(Fit(spec, frozenset()))
         return self._add(rows)
 
-    def _add(self, rows: Entries) -> NDArray[np.int32]:
+    def _add(self, rows: Entries) -> Index:
         """[mesh axes + 1] the numbers of one layout's [mesh axes + 1, columns] rows."""
         numbers = [own.add(row) for own, row in zip(self.rows, rows, strict=True)]
         return np.array(numbers, dtype=np.int32)
@@ -169,7 +179,7 @@ class Placements:
 
     # Many layouts ---------------------------------------------------------------------------------
 
-    def of_rules(self, batch: Sequence[tuple[AxisRule, ...]]) -> NDArray[np.int32]:
+    def of_rules(self, batch: Sequence[tuple[AxisRule, ...]]) -> Index:
         """[rule lists, mesh axes + 1] the rows of many rule lists."""
         index = np.empty((len(batch), len(self.axes) + 1), dtype=np.int32)
         # [rule lists, mesh axes]: number of the rules of each mesh axis.
@@ -217,9 +227,7 @@ class Placements:
         row[undecided & misfit] = OPEN
         return row
 
-    def _fit_where_they_meet(
-        self, rules: Sequence[BoundRule], lists: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
+    def _fit_where_they_meet(self, rules: Sequence[BoundRule], lists: Index) -> Index:
         """[mesh axes + 1] the rows of rules that no order of the mesh axes gives.
 
         Columns in which two mesh axes meet are fitted one by one.
@@ -237,7 +245,7 @@ class Placements:
             rows[:, column] = self._mesh.entries(fit)
         return self._add(rows)
 
-    def _combine(self, lists: NDArray[np.int32], order: int) -> NDArray[np.int32]:
+    def _combine(self, lists: Index, order: int) -> Index:
         """[layouts, mesh axes + 1] the rows of layouts made of one list per mesh axis.
 
         Args:
@@ -258,9 +266,7 @@ class Placements:
             index[meet] = self._refit(index[meet], lists[meet], self.orders[order])
         return index
 
-    def _refit(
-        self, index: NDArray[np.int32], lists: NDArray[np.int32], order: Sequence[int]
-    ) -> NDArray[np.int32]:
+    def _refit(self, index: Index, lists: Index, order: Sequence[int]) -> Index:
         """[layouts, mesh axes + 1] the rows, mended where a mesh axis does not divide what is left.
 
         Args:
@@ -286,16 +292,12 @@ class Placements:
             left[layouts, columns, dims] //= np.where(splits, axis_size, 1)
         return index
 
-    def _splits_at(
-        self, axis: int, index: NDArray[np.int32], columns: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    def _splits_at(self, axis: int, index: Index, columns: Ints) -> tuple[Mask, Ints]:
         """[layouts, columns] whether a mesh axis splits a column, and which dimension (else 0)."""
         entries = self.rows[axis].array[index[:, axis]][:, columns]
         return entries >= 0, np.maximum(entries, 0).astype(np.int64)
 
-    def _refit_list(
-        self, axis: int, number: int, columns: NDArray[np.int64], left: NDArray[np.int64]
-    ) -> int:
+    def _refit_list(self, axis: int, number: int, columns: Ints, left: Ints) -> int:
         """The row of a rule list where columns have only so much left of their sizes.
 
         Args:
@@ -314,7 +316,7 @@ class Placements:
             self._refitted[key] = self.rows[axis].add(row)
         return self._refitted[key]
 
-    def keys(self, index: NDArray[np.int32]) -> list[tuple[int, ...]]:
+    def keys(self, index: Index) -> list[tuple[int, ...]]:
         """One hashable key per layout, equal where the effective layouts are."""
         # For each mesh axis [layouts, columns]: its entries.
         entries = [own.array[index[:, a]] for a, own in enumerate(self.rows[:-1])]

@@ -27,6 +27,9 @@ OPEN = -2
 Entries = NDArray[np.int8]
 """Dimensions, `ABSENT` or `OPEN`; one byte each, because a search compares and hashes millions."""
 
+Mask = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
 
 class MeshOrders:
     """The mesh axes with more than one device, and every order in which they may share a dimension.
@@ -102,10 +105,10 @@ class _SignatureArrays:
             dimension.
     """
 
-    logical_axes: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    optimizer: NDArray[np.bool_]
-    disallowed: NDArray[np.bool_]
+    logical_axes: Ints
+    sizes: Ints
+    optimizer: Mask
+    disallowed: Mask
 
     @classmethod
     def of(
@@ -153,7 +156,7 @@ class SignatureTable:
         self._arrays = _SignatureArrays.of(signatures, self.columns, mesh.axes)
         self.fixed = self._fixed_entries()
         self.tight = self._tight_columns()
-        self._having: dict[int, NDArray[np.bool_]] = {}
+        self._having: dict[int, Mask] = {}
         self._fitting: dict[tuple[int, int, bool], Entries] = {}
 
     def _fixed_entries(self) -> Entries:
@@ -163,7 +166,7 @@ class SignatureTable:
             fixed[:, column] = self._mesh.entries(Fit(self._problem.pins[value], frozenset()))
         return fixed
 
-    def _tight_columns(self) -> NDArray[np.int64]:
+    def _tight_columns(self) -> Ints:
         sizes = self._arrays.sizes
         # [columns, dims]: product of the mesh axes that divide the dimension, one by one.
         together = np.ones_like(sizes)
@@ -189,9 +192,9 @@ class SignatureTable:
         """Column of an equation's factors."""
         return self._column.get(self._problem.factor_signature(eqn), self.columns - 1)
 
-    def sizes_of(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes_of(self, columns: Ints) -> Ints:
         """[columns, dims] sizes of the dimensions of some columns."""
-        sizes: NDArray[np.int64] = self._arrays.sizes[columns]
+        sizes: Ints = self._arrays.sizes[columns]
         return sizes
 
     def split_sizes(self, column: int) -> list[int]:
@@ -212,7 +215,7 @@ class SignatureTable:
 
     # Rules ----------------------------------------------------------------------------------------
 
-    def in_scope(self, rule: BoundRule) -> NDArray[np.bool_]:
+    def in_scope(self, rule: BoundRule) -> Mask:
         """[columns] True where a rule holds."""
         scope = self._with_logical_axis(rule.logical_axis)
         if rule.optimizer:
@@ -223,7 +226,7 @@ class SignatureTable:
             scope = scope & ~self._with_logical_axis(rule.forbids)
         return scope
 
-    def _with_logical_axis(self, logical_axis: int) -> NDArray[np.bool_]:
+    def _with_logical_axis(self, logical_axis: int) -> Mask:
         if logical_axis not in self._having:
             self._having[logical_axis] = (self._arrays.logical_axes == logical_axis).any(axis=1)
         return self._having[logical_axis]
@@ -248,7 +251,7 @@ class SignatureTable:
             self._fitting[key] = dims
         return self._fitting[key]
 
-    def open_shard_counts(self, axis: int, rows: Entries) -> NDArray[np.int64]:
+    def open_shard_counts(self, axis: int, rows: Entries) -> Ints:
         """[rows, columns] shard count that the partitioner gives to what a mesh axis leaves open.
 
         A dimension that the mesh axis does not divide is cut as far as it goes where another
@@ -269,7 +272,7 @@ class SignatureTable:
         return np.where(rows == OPEN, counts, 1)
 
 
-def shared_dims(rows: Iterable[Entries], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def shared_dims(rows: Iterable[Entries], shape: tuple[int, ...]) -> Mask:
     """Where two mesh axes split the same dimension, so that their order counts.
 
     Args:

@@ -1,5 +1,5 @@
-"""The constraint pass: the work, then the store, anywhere in the program, and the same function
-afterwards."""
+"""The constraint pass: factor shardings, then results in their own specs, anywhere in the program;
+and the same function afterwards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-def test_operands_as_the_work_is_split_and_the_result_once_where_work_and_store_agree() -> None:
+def test_operands_as_the_factors_are_split_and_the_result_once_where_its_own_spec_agrees() -> None:
     made = prepared(matmul, (array(8, 4), array(4, 6)), mesh_of(**MESH))
     assert stated(made, "x.0->data", "w.1->model") == [
         ("dot_general", "operand 0", P("data")),
@@ -65,7 +65,7 @@ def test_operands_as_the_work_is_split_and_the_result_once_where_work_and_store_
     ]
 
 
-def test_the_store_is_stated_after_the_work_where_they_differ() -> None:
+def test_the_own_spec_of_a_result_is_stated_after_its_factor_sharding_where_they_differ() -> None:
     made = prepared(matmul, (array(8, 4), array(4, 8)), mesh_of(**MESH))
     assert stated(made, "x.1->data", "w.1->data", "w.1->model") == [
         ("dot_general", "operand 0", P(None, "data")),
@@ -233,7 +233,7 @@ def test_the_constrained_function_can_be_mapped() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_the_stored_value_keeps_its_readers() -> None:
+def test_the_resharded_value_keeps_its_readers() -> None:
     """The raw result gets the fresh variable: what reads the result reads the last constraint."""
     made = prepared(lambda x, w: jnp.sin(x @ w), (array(8, 4), array(4, 8)), mesh_of(**MESH))
     (dot,) = (e for e in made.traced.program.eqns if e.primitive == "dot_general")
@@ -244,12 +244,16 @@ def test_the_stored_value_keeps_its_readers() -> None:
         made.request.mesh.auto,
     )
     check(closed)
-    first, work, store, last = closed.jaxpr.eqns
+    first, raw, resharded, last = closed.jaxpr.eqns
     assert [e.primitive.name for e in closed.jaxpr.eqns] == [
         "dot_general", "sharding_constraint", "sharding_constraint", "sin",
     ]  # fmt: skip
-    assert (work.invars, store.invars, last.invars) == (first.outvars, work.outvars, store.outvars)
-    assert (work.params["sharding"].spec, store.params["sharding"].spec) == specs
+    assert (raw.invars, resharded.invars, last.invars) == (
+        first.outvars,
+        raw.outvars,
+        resharded.outvars,
+    )
+    assert (raw.params["sharding"].spec, resharded.params["sharding"].spec) == specs
 
 
 def test_the_compiled_program_moves_what_was_stated() -> None:
