@@ -1,7 +1,12 @@
-"""TODO."""
+"""Equations to put into a jaxpr: sharding constraints, and kernels in a `shard_map`.
+
+jax has no constructor for them. Each is traced once from a small function, and its variables are
+exchanged.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +25,7 @@ from autoshard.jax_internals.jaxprs import (
 
 
 def user_spec(eqn: JaxprEqn, mesh: jax.sharding.Mesh) -> PartitionSpec | None:
-    """The PartitionSpec of a `sharding_constraint` equation; None where it is none, or on another
-    mesh.
-    """
+    """The PartitionSpec of a `sharding_constraint`; None for another sharding or mesh."""
     sharding = eqn.params.get("sharding")
     if not isinstance(sharding, NamedSharding):
         return None
@@ -34,9 +37,7 @@ def user_spec(eqn: JaxprEqn, mesh: jax.sharding.Mesh) -> PartitionSpec | None:
 
 
 class ConstraintMaker:
-    """Makes `sharding_constraint` equations, with the primitive and parameters taken from a traced
-    one.
-    """
+    """Makes `sharding_constraint` equations from traced ones: one for each spec and rank."""
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self._mesh = mesh
@@ -44,27 +45,30 @@ class ConstraintMaker:
 
     def __call__(self, source: Var, result: Var, spec: PartitionSpec, anchor: JaxprEqn) -> JaxprEqn:
         """The equation `result = sharding_constraint(source)`, with the source line of `anchor`."""
-        rank = len(source.aval.shape)
-        key = (rank, spec)
+        key = (len(source.aval.shape), spec)
         if key not in self._templates:
-            sharding = NamedSharding(self._mesh, spec)
-            aval = jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32)
-            with jax.sharding.use_abstract_mesh(
-                self._mesh.abstract_mesh
-            ):  # not the caller's, which may be Explicit
-                traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-                    aval
-                )
-            (self._templates[key],) = traced.jaxpr.eqns
+            self._templates[key] = self._traced(*key)
         return self._templates[key].replace(
             invars=[source], outvars=[result], source_info=anchor.source_info, ctx=anchor.ctx
         )
 
+    def _traced(self, rank: int, spec: PartitionSpec) -> JaxprEqn:
+        sharding = NamedSharding(self._mesh, spec)
+        # Sizes that any spec divides; the equation itself does not hold them.
+        aval = jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32)
+        with _auto(self._mesh):
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(aval)
+        (eqn,) = traced.jaxpr.eqns
+        return eqn
+
+
+def _auto(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Traces under a mesh, not under the caller's, which may be Explicit."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
 
 class ShardMapMaker:
-    """Makes `shard_map` equations: a call on the pieces of its operands, manual over all mesh
-    axes.
-    """
+    """Makes `shard_map` equations: a call on shards of its operands, manual over all mesh axes."""
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self._mesh = mesh
@@ -73,7 +77,7 @@ class ShardMapMaker:
     def __call__(
         self,
         eqn: JaxprEqn,
-        piece: JaxprEqn,
+        shard: JaxprEqn,
         operands: Sequence[PartitionSpec],
         results: Sequence[PartitionSpec],
         summed: Sequence[str] = (),
@@ -82,49 +86,47 @@ class ShardMapMaker:
 
         Args:
             eqn: The equation it takes the place of.
-            piece: The equation as one device runs it; only its parameters count.
+            shard: The equation as one device runs it; only its parameters count.
             operands: Specs of the operands.
             results: Specs of the results.
-            summed: Mesh axes over which the results of the pieces are added.
+            summed: Mesh axes over which the results of the shards are added.
         """
-        if self._context is None:
-            probe = self._traced(
-                jax.lax.neg,
-                [jax.ShapeDtypeStruct((), np.float32)],
-                (PartitionSpec(),),
-                PartitionSpec(),
-            )
-            self._context = open_jaxpr(probe.params["jaxpr"]).eqns[0].ctx
-        call = as_call(piece.replace(params=_in_context(piece.params, self._context)))
+        call = as_call(shard.replace(params=_in_context(shard.params, self._manual_context())))
 
         def body(*operands: Any) -> tuple[Any, ...]:
-            found = call(*operands)
-            return tuple(jax.lax.psum(f, tuple(summed)) for f in found) if summed else found
+            partial = call(*operands)
+            return tuple(jax.lax.psum(p, tuple(summed)) for p in partial) if summed else partial
 
         avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-        made = self._traced(body, avals, tuple(operands), tuple(results))
-        return made.replace(
+        traced = self._traced(body, avals, tuple(operands), tuple(results))
+        return traced.replace(
             invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
         )
+
+    def _manual_context(self) -> Any:
+        """The context of equations inside a `shard_map` over this mesh, found on a probe."""
+        if self._context is None:
+            scalar, whole = jax.ShapeDtypeStruct((), np.float32), PartitionSpec()
+            probe = self._traced(jax.lax.neg, [scalar], (whole,), whole)
+            self._context = open_jaxpr(probe.params["jaxpr"]).eqns[0].ctx
+        return self._context
 
     def _traced(
         self, body: Callable[..., Any], avals: Sequence[Any], in_specs: Any, out_specs: Any
     ) -> JaxprEqn:
-        with jax.sharding.use_abstract_mesh(
-            self._mesh.abstract_mesh
-        ):  # not the caller's, which may be Explicit
+        with _auto(self._mesh):
             mapped = jax.shard_map(
                 body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
             )
-            (made,) = jax.make_jaxpr(mapped)(*avals).jaxpr.eqns
-        return made
+            (eqn,) = jax.make_jaxpr(mapped)(*avals).jaxpr.eqns
+        return eqn
 
 
 def _in_context(params: Mapping[str, Any], context: Any) -> dict[str, Any]:
-    """Parameters whose jaxprs (a kernel's and its index maps') were traced in another context: that
-    of a `shard_map`.
+    """Parameters whose jaxprs (a kernel's and its index maps') are of another context.
 
-    Without it jax finds that a kernel's equations are not manual over the mesh axes.
+    They were traced outside of a `shard_map`. Unless their equations get its context, jax finds
+    that they are not manual over the mesh axes.
     """
 
     def moved(jaxpr: Any) -> Any:
@@ -137,9 +139,9 @@ def _in_context(params: Mapping[str, Any], context: Any) -> dict[str, Any]:
     changed = map_jaxprs(params, lambda _, jaxpr: moved(jaxpr))
     if "grid_mapping" in changed:
         mapping = changed["grid_mapping"]
-        blocks = (
+        blocks = [
             block.replace(index_map_jaxpr=moved(block.index_map_jaxpr))
             for block in mapping.block_mappings
-        )
+        ]
         changed["grid_mapping"] = mapping.replace(block_mappings=tuple(blocks))
     return changed

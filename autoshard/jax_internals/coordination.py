@@ -1,4 +1,4 @@
-"""TODO."""
+"""jax's coordination service: keys and values that all processes of a program see."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Coordination:
         self._client.key_value_set_bytes(key, value)
 
     def get(self, key: str, limit_s: float) -> bytes | None:
-        """The value of a key, waited for; None where it is not there after the limit."""
+        """The value of a key, waited for; None where it is not there after `limit_s` seconds."""
         try:
-            found: bytes = self._client.blocking_key_value_get_bytes(key, int(1000 * limit_s))
+            value: bytes = self._client.blocking_key_value_get_bytes(key, int(1000 * limit_s))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
-        return found
+        return value
 
     def below(self, prefix: str) -> dict[str, bytes]:
         """Values by key of all keys with a prefix."""

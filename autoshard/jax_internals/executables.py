@@ -1,4 +1,6 @@
-"""TODO."""
+"""Lowered programs and executables: what it takes to compile a program in another process, or for
+devices that are not here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
+
+_O0 = 9
+"""The number of O0 in XLA's `ExecutionOptions.EffortLevel`, which jax before 0.11 asks for."""
 
 
 def calls_python(lowered: jax.stages.Lowered) -> bool:
@@ -35,9 +40,7 @@ class CompileRequest:
 def compile_request(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None
 ) -> CompileRequest | None:
-    """What another process needs to compile a lowered program; None if it calls back into this
-    one.
-    """
+    """What another process needs to compile a program; None if it calls back into this one."""
     from jax._src.interpreters import pxla
 
     if calls_python(lowered):
@@ -72,9 +75,7 @@ def module_bytes(lowered: jax.stages.Lowered) -> bytes:
 
 @contextlib.contextmanager
 def parsed_module(module: bytes) -> Iterator[Any]:
-    """The MLIR module of `module_bytes`, with the dialects of jax known, while the context
-    lasts.
-    """
+    """The MLIR module of `module_bytes`, with the dialects of jax, while the context lasts."""
     from jax._src.interpreters import mlir
     from jax.extend.mlir import ir
 
@@ -83,8 +84,11 @@ def parsed_module(module: bytes) -> Iterator[Any]:
 
 
 def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]) -> Any:
-    """Compiles a program that another process lowered, on these devices by id; it can be asked for
-    text and memory.
+    """Compiles a program that another process lowered; it can be asked for text and memory.
+
+    Args:
+        request: The program.
+        devices: The devices of this process by id.
     """
     from jax._src import stages
     from jaxlib import xla_client
@@ -127,8 +131,6 @@ def gpu_target_config(devices: Sequence[jax.Device]) -> str | None:
 
 
 def quick_compile_options() -> dict[str, Any]:
-    """What makes the TPU compiler skip its optimisations; jax 0.10 takes O0 as its number in XLA,
-    0.12 by name.
-    """
-    major, minor = map(int, jax.__version__.split(".")[:2])
-    return {"optimization_level": 9 if (major, minor) < (0, 11) else "O0"}
+    """What makes the TPU compiler skip its optimisations."""
+    by_name = jax.__version_info__ >= (0, 11)
+    return {"optimization_level": "O0" if by_name else _O0}

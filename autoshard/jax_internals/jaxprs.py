@@ -1,9 +1,8 @@
-"""The differences between jax 0.10 and 0.12 jaxprs, and the few jax internals autoshard needs,
-behind one door.
+"""Jaxprs: the differences between those of jax 0.10 and 0.12, and the few internals that autoshard
+needs of them.
 
 jax 0.10 puts `ClosedJaxpr` into equation parameters and `num_consts`/`num_carry` into `scan`; 0.12
-puts plain `Jaxpr` (which answers `.jaxpr` and `.consts` itself) and `ft_in`/`ft_out`. Only this
-module and `trace` import `jax.extend`.
+puts plain `Jaxpr` (which answers `.jaxpr` and `.consts` itself) and `ft_in`/`ft_out`.
 """
 
 from __future__ import annotations
@@ -66,14 +65,11 @@ def as_flat_function(closed: Any) -> Callable[..., list[Any]]:
 
 
 def replace_jaxpr(old: Any, new_open: Any) -> Any:
-    """A jaxpr of the kind of `old` (closed or plain) with the body `new_open` and the constants of
-    `old`.
-    """
+    """`new_open` as a jaxpr of the kind of `old` (closed or plain), with the constants of `old`."""
     if isinstance(old, core.ClosedJaxpr) and open_jaxpr(old) is not old:
         return core.ClosedJaxpr(new_open, old.consts)
-    lost = consts_of(old) and not consts_of(
-        new_open
-    )  # jax 0.12 makes plain inputs of constvars that are replaced
+    # jax 0.12 makes plain inputs of constvars that are replaced
+    lost = consts_of(old) and not consts_of(new_open)
     return new_open.with_consts(consts_of(old)) if lost else new_open
 
 
@@ -101,8 +97,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` with the name stack of the call `outer` it was inlined from put before its own, as in
-    the call.
+    """`eqn` with the name stack of the call `outer` that it was inlined from before its own.
 
     Inside jax's own jitted functions (`take_along_axis`) no line is the user's: there the line of
     the call stands in.
@@ -124,9 +119,7 @@ def one_device_only(eqn: JaxprEqn) -> bool:
 
 
 def jit_options(fn: object) -> dict[str, Any]:
-    """`static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` of a jitted
-    function; {} of others.
-    """
+    """Static and donated arguments of a jitted function, by parameter of `jit`; {} of others."""
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     info = getattr(fn, "_jit_info", None)
     return {name: getattr(info, name) for name in names if getattr(info, name, None)}
@@ -180,8 +173,9 @@ def source_of(eqn: JaxprEqn) -> tuple[str, int]:
 
 
 def frames_of(eqn: JaxprEqn) -> tuple[tuple[str, int, int, int, int], ...]:
-    """File, first line and column, last line and column of each call of the user's code that an
-    equation was made in, innermost first.
+    """Extent of each call of the user's code that an equation was traced in, innermost first.
+
+    File, first line, first column, last line, last column.
     """
     from jax._src import source_info_util
 
@@ -202,29 +196,30 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 
 def plain(closed: Any) -> Any:
-    """The closed jaxpr as jax's own lowering first makes it: no high-level primitives, no mutable
-    arrays.
+    """The closed jaxpr as jax's own lowering begins: no high-level primitives, no mutable arrays.
 
     High-level primitives (`lax.custom_root` on jax 0.12) become what they stand for; reads and
-    writes of mutable arrays that the program makes itself (`jax.new_ref`) become pure updates. The
+    writes of mutable arrays that the program creates (`jax.new_ref`) become pure updates. The
     effects of the latter name variables, and would not survive a renaming. The references of
     kernels (pallas_call) stay: they belong to the kernel.
     """
     from jax._src.interpreters import partial_eval
     from jax._src.state.discharge import discharge_state
 
-    def uses_refs(jaxpr: Any) -> bool:
-        return any(
-            eqn.primitive.ref_allocating
-            or (eqn.primitive.name != "pallas_call" and any(map(uses_refs, jaxprs_in(eqn.params))))
-            for eqn in jaxpr.eqns
-        )
-
-    if open_jaxpr(closed).is_high and not any(
-        aval.is_high for aval in (*closed.in_avals, *closed.out_avals)
-    ):
+    avals = (*closed.in_avals, *closed.out_avals)
+    if open_jaxpr(closed).is_high and not any(aval.is_high for aval in avals):
         closed = partial_eval.lower_jaxpr2(closed)
-    return discharge_state(closed) if uses_refs(open_jaxpr(closed)) else closed
+    return discharge_state(closed) if _uses_refs(open_jaxpr(closed)) else closed
+
+
+def _uses_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr creates mutable arrays, kernels aside."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.ref_allocating:
+            return True
+        if eqn.primitive.name != "pallas_call" and any(map(_uses_refs, jaxprs_in(eqn.params))):
+            return True
+    return False
 
 
 def operand_values(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -259,12 +254,11 @@ def as_call(
 
 def jaxprs_in(params: Mapping[str, Any]) -> tuple[Any, ...]:
     """Every jaxpr among the parameters of an equation, opened; those in tuples too."""
-    values = [
-        item
-        for value in params.values()
-        for item in (value if isinstance(value, tuple) else (value,))
-    ]
-    return tuple(open_jaxpr(value) for value in values if is_jaxpr(value))
+    jaxprs = []
+    for value in params.values():
+        items = value if isinstance(value, tuple) else (value,)
+        jaxprs += [open_jaxpr(item) for item in items if is_jaxpr(item)]
+    return tuple(jaxprs)
 
 
 def evaluate_result(jaxpr: Any, inputs: np.ndarray, result: int) -> np.ndarray:
@@ -275,24 +269,33 @@ def evaluate_result(jaxpr: Any, inputs: np.ndarray, result: int) -> np.ndarray:
         inputs: [inputs, points]; inputs that the result does not depend on may be left out at the
             end.
         result: Position of the result.
+
+    Returns:
+        [points]: the result.
     """
     jaxpr = open_jaxpr(jaxpr)
     target = jaxpr.outvars[result]
-    needed, live = {target}, []
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            live.append(eqn)
-            needed.update(a for a in eqn.invars if not is_literal(a))
+    live = _eqns_behind(jaxpr, target)
 
-    def one(*point: Any) -> Any:
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, point, strict=False))
+    def at_point(*inputs: Any) -> Any:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=False))
 
         def read(atom: Any) -> Any:
             return atom.val if is_literal(atom) else env[atom]
 
-        for eqn in reversed(live):
+        for eqn in live:
             env.update(zip(eqn.outvars, as_call(eqn)(*map(read, eqn.invars)), strict=True))
         return read(target)
 
     with jax.ensure_compile_time_eval():
-        return np.asarray(jax.vmap(one)(*inputs))
+        return np.asarray(jax.vmap(at_point)(*inputs))
+
+
+def _eqns_behind(jaxpr: Any, target: Any) -> list[Any]:
+    """The equations that a variable is computed by, in program order."""
+    needed, live = {target}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            live.append(eqn)
+            needed.update(atom for atom in eqn.invars if not is_literal(atom))
+    return live[::-1]

@@ -87,8 +87,10 @@ def axis_names(text: str) -> list[str]:
 
 
 def dim_shardings(sharding: str, rank: int) -> tuple[DimSharding, ...]:
-    """Mesh axes per dimension of a printed sharding (`#sdy.sharding<@mesh, [{"data"}, {}],
-    replicated={"model"}>`).
+    """Mesh axes per dimension of a printed sharding.
+
+    >>> dim_shardings('#sdy.sharding<@mesh, [{"data"}, {}], replicated={"model"}>', 2)
+    (('data',), ())
     """
     text = sharding[sharding.index(", [") :] if ", [" in sharding else ""
     dims = [tuple(axis_names(dim)) for dim in _BRACES.findall(text)[:rank]]
@@ -102,22 +104,26 @@ def functions(module: Any) -> dict[str, Any]:
 
 
 def signature(function: Any, attribute: str, part: str) -> tuple[tuple[DimSharding, ...], ...]:
-    """Shardings of the arguments (`arg_attrs`, `inputs`) or results (`res_attrs`, `results`) of a
-    function.
+    """Shardings of the arguments or results of a function.
+
+    Args:
+        function: The function.
+        attribute: `arg_attrs` or `res_attrs`.
+        part: `inputs` or `results`.
     """
     types = getattr(ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value), part)
-    has = attribute in function.attributes
-    attributes: list[Any] = (
-        list(ir.ArrayAttr(function.attributes[attribute])) if has else [{}] * len(types)
-    )
-    return tuple(
-        dim_shardings(str(a["sdy.sharding"]) if "sdy.sharding" in a else "", rank(type_))
-        for a, type_ in zip(attributes, types, strict=True)
-    )
+    attributes: list[Any] = [{}] * len(types)
+    if attribute in function.attributes:
+        attributes = list(ir.ArrayAttr(function.attributes[attribute]))
+    shardings = []
+    for own, type_ in zip(attributes, types, strict=True):
+        sharding = str(own["sdy.sharding"]) if "sdy.sharding" in own else ""
+        shardings.append(dim_shardings(sharding, rank(type_)))
+    return tuple(shardings)
 
 
 def stated_sharding(value: Any) -> tuple[DimSharding, ...] | None:
-    """The sharding stated where a value is made, None if it is a block argument or states none."""
+    """The sharding stated at a value's producer, None for a block argument or where it has none."""
     if isinstance(value.owner, ir.Block):
         return None
     attributes = value.owner.attributes
@@ -136,21 +142,24 @@ def rank(type_: Any) -> int:
 
 
 def local_bytes(type_: Any, shards: Sequence[int]) -> int:
-    """Bytes of one device's part; a dimension that does not divide is padded, as XLA does."""
+    """Bytes of one device's shard; a dimension that does not divide is padded, as XLA does.
+
+    Args:
+        type_: A tensor type.
+        shards: Shard count of each dimension; empty for the whole tensor.
+    """
     tensor = ir.RankedTensorType(type_)
-    parts = (
-        [-(-size // count) for size, count in zip(tensor.shape, shards, strict=True)]
-        if shards
-        else tensor.shape
-    )
-    return -(-math.prod(parts) * element_bits(str(tensor.element_type)) // 8)
+    sizes = list(tensor.shape)
+    if shards:
+        sizes = [-(-size // count) for size, count in zip(sizes, shards, strict=True)]
+    return -(-math.prod(sizes) * element_bits(str(tensor.element_type)) // 8)
 
 
 def element_bits(element: str) -> int:
     """Bits of one element of a printed element type.
 
-    >>> element_bits("bf16"), element_bits("complex<f32>"), element_bits("f8E4M3FN"), element_bits("i1")
-    (16, 64, 8, 8)
+    >>> [element_bits(element) for element in ("bf16", "complex<f32>", "f8E4M3FN", "i1")]
+    [16, 64, 8, 8]
     """
     if element.startswith("complex<"):
         return 2 * element_bits(element[len("complex<") : -1])
@@ -161,7 +170,7 @@ def element_bits(element: str) -> int:
 def location(op: Any) -> tuple[str, str]:
     """`file.py:line` and name stack of an operation, "" where unknown.
 
-    An operation that the passes made without a place of its own takes the one of its first user.
+    An operation that the passes inserted has no source line: it takes the one of its first user.
     """
     text = str(op.location)
     source = _source(text)
@@ -176,38 +185,62 @@ def _source(text: str) -> str:
     return f"{PurePath(place[1]).name}:{place[2]}" if place and place[1] != "-" else ""
 
 
+def _producer(value: Any, name: str) -> Any:
+    """The operation that a value is the result of, if it has this name; else None."""
+    owner = value.owner
+    return owner if not isinstance(owner, ir.Block) and owner.name == name else None
+
+
 def _integer(value: Any) -> int | None:
-    if isinstance(value.owner, ir.Block) or value.owner.name not in (
-        "stablehlo.constant",
-        "sdy.constant",
-    ):
+    """The number of a scalar integer constant, None for any other value."""
+    owner = value.owner
+    constants = ("stablehlo.constant", "sdy.constant")
+    if isinstance(owner, ir.Block) or owner.name not in constants:
         return None
-    numbers = dense_integers(value.owner.attributes["value"])
+    numbers = dense_integers(owner.attributes["value"])
     return int(numbers) if numbers is not None and numbers.ndim == 0 else None
 
 
 def _state_index(value: Any, block: Any) -> int | None:
+    """Which argument of a block a value is."""
     return ir.BlockArgument(value).arg_number if value.owner == block else None
 
 
 def trip_count(loop: Any) -> int | None:
-    """Executions of a while body: `state[k] < n` with a constant start and step, as `scan` and
-    `fori_loop` lower to.
+    """Executions of a while body, as `scan` and `fori_loop` lower to it.
+
+    That is, `state[k] < n` with a constant start and step; None for any other loop.
     """
-    condition, body = loop.regions[0].blocks[0], loop.regions[1].blocks[0]
-    compare = list(condition)[-1].operation.operands[0].owner
-    if isinstance(compare, ir.Block) or compare.name != "stablehlo.compare":
+    bound = _loop_bound(loop.regions[0].blocks[0])
+    if bound is None:
         return None
-    direction = str(compare.attributes["comparison_direction"])
+    index, end = bound
+    first, step = _integer(loop.operands[index]), _loop_step(loop.regions[1].blocks[0], index)
+    if first is None or step is None:
+        return None
+    return max(0, -(-(end - first) // step))
+
+
+def _loop_bound(condition: Any) -> tuple[int, int] | None:
+    """(index of the counter, end) of a condition `counter < end` or `counter <= end - 1`."""
+    compare = _producer(list(condition)[-1].operation.operands[0], "stablehlo.compare")
+    if compare is None:
+        return None
+    direction = re.search(r"\b(LT|LE)\b", str(compare.attributes["comparison_direction"]))
     index, bound = _state_index(compare.operands[0], condition), _integer(compare.operands[1])
-    if index is None or bound is None or not re.search(r"\b(LT|LE)\b", direction):
+    if index is None or bound is None or direction is None:
         return None
-    first = _integer(loop.operands[index])
-    add = list(body)[-1].operation.operands[index].owner
-    if first is None or isinstance(add, ir.Block) or add.name != "stablehlo.add":
+    return index, bound + (direction[1] == "LE")
+
+
+def _loop_step(body: Any, index: int) -> int | None:
+    """What a trip adds to the counter, if that is a positive constant."""
+    add = _producer(list(body)[-1].operation.operands[index], "stablehlo.add")
+    if add is None:
         return None
-    for counter, step in ((add.operands[0], add.operands[1]), (add.operands[1], add.operands[0])):
+    left, right = add.operands
+    for counter, step in ((left, right), (right, left)):
         size = _integer(step)
         if _state_index(counter, body) == index and size is not None and size > 0:
-            return max(0, -(-(bound + ("LE" in direction) - first) // size))
+            return size
     return None
