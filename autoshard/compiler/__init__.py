@@ -1,1 +1,11 @@
-"""TODO."""
+"""A layout as a real program: jitted, lowered, compiled, its text read; here or in another process.
+
+In come a traced function, a layout and a mesh. Out go a jitted function (`compile.build`), an
+executable with its evidence (`compile.compile_built`), and a `BoundPlan`: what a user calls, places
+arrays with and initialises by. The evidence is read from the program's text alone
+(`hlo_collectives`, `hlo_cycles`), so it is the same for a program that another process compiled:
+`isolated` keeps one that may crash, `pool` several for a target, with a `cache` on disk.
+
+Constraints come from `layout`, the rewriting from `tracing`. Next: `evaluate`, which compiles
+candidates, and `plan.Plan`, which is a `BoundPlan` that also explains itself.
+"""

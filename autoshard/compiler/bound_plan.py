@@ -28,11 +28,13 @@ from autoshard.tracing.trace import Traced
 
 log = logging.getLogger("autoshard")
 
+SHOWN_LEAVES = 3
+"""So many leaves are named in a message. Chosen by hand; no test depends on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Whether the plan's numbers are right, and how that is known. True in a condition only if they
-    were compared.
+    """Whether the plan's outputs are right. True in a condition only if they were compared.
 
     Attributes:
         ok: True if outputs were compared with a reference and agree.
@@ -65,16 +67,16 @@ class BoundPlan:
         skipped: Presets that make no sense for this function, with the reason.
         notes: What a user should know (carry that was assumed, effects, conversions, advice).
         advice: Changes of the program that are predicted to gain more, one line each (see
-            `autoshard.report.advice`); none was looked for where nothing was compiled.
+            `autoshard.report.advice`); none where nothing was compiled.
         compiler_options: Passed to XLA as they are.
         precompiled: The program that the search compiled; None where it did not.
-        bound: How much faster than the best one found any layout could be, by the model.
+        bound: How much faster than the best candidate any layout could be, by the model.
         chosen: Name of the mesh shape or variant that won, where several were searched.
         throughput: Of the plan as predicted by the search; None if nothing was searched.
         samples_per_step: How many samples a step has, where the user said so.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.
-        rebind: Makes the plan for another signature: traced anew, the same rules, no search.
+        rebind: Gives the plan for another signature: traced anew, the same rules, no search.
     """
 
     user_fn: Callable[..., Any]
@@ -119,12 +121,10 @@ class BoundPlan:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Shardings of the positional arguments, as `jax.jit(fn, in_shardings=...)` takes them
-        (statics left out).
-        """
+        """Shardings of the positional arguments but statics, for `jax.jit(in_shardings=...)`."""
         args, _ = self.traced.call.rebuild(self.built.in_shardings)
-        static = {i for i, _ in self.traced.call.statics if isinstance(i, int)}
-        return tuple(arg for i, arg in enumerate(args) if i not in static)
+        static = {position for position, _ in self.traced.call.statics}
+        return tuple(arg for position, arg in enumerate(args) if position not in static)
 
     @property
     def out_shardings(self) -> Any:
@@ -161,9 +161,7 @@ class BoundPlan:
         return self._for(call).built.lower()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the plan. Arrays that are not laid out as it needs are moved; donated arguments are
-        consumed.
-        """
+        """Runs the plan; arrays laid out otherwise are moved, donated arguments are consumed."""
         self._needs_devices("calling the plan")
         call = flatten_call(self.user_fn, args, kwargs, self.options)
         plan = self._for(call)
@@ -177,17 +175,13 @@ class BoundPlan:
         """The outputs as the user's function returns them; modules that it changes in place are
         changed.
         """
-        return (
-            self.user_fn.write_back(args, outputs)
-            if isinstance(self.user_fn, FunctionalizedStep)
-            else outputs
-        )
+        if isinstance(self.user_fn, FunctionalizedStep):
+            return self.user_fn.write_back(args, outputs)
+        return outputs
 
     @property
     def fn(self) -> Callable[..., Any]:
-        """The function with the constraints inside, not jitted; differentiable and vmappable as the
-        original is.
-        """
+        """The function with the constraints inside, not jitted; differentiable and vmappable."""
 
         def constrained(*args: Any, **kwargs: Any) -> Any:
             call = flatten_call(self.user_fn, args, kwargs, self.options)
@@ -198,33 +192,33 @@ class BoundPlan:
         return constrained
 
     def _for(self, call: Call) -> Self:
-        """This plan, or for another signature its like: traced anew, the same rules, no search;
-        remembered.
-        """
+        """This plan, or for another signature its like: traced once, the same rules, no search."""
         for plan in (self, *self._rebound):
             if call.same_as(plan.traced.call):
                 return plan
         if self.rebind is None:
             raise ArgumentError("this plan serves only the shapes that it was made for.")
         plan = self.rebind(self, call)
-        known = {(aval.shape, aval.dtype) for aval in self.traced.call.avals}
-        changed = [
-            f"{path} {tuple(aval.shape)}"
-            for path, aval in zip(call.paths, call.avals, strict=True)
-            if (aval.shape, aval.dtype) not in known
-        ]
         log.info(
             "new signature (%s): traced again, the same rules applied, no search",
-            ", ".join(changed[:3]) or "same shapes",
+            ", ".join(self._new_shapes(call)[:SHOWN_LEAVES]) or "same shapes",
         )
         self._rebound.append(plan)
         return plan
 
+    def _new_shapes(self, call: Call) -> list[str]:
+        """Leaves of a call with shapes that this plan's function was not traced for."""
+        traced = {(aval.shape, aval.dtype) for aval in self.traced.call.avals}
+        texts = []
+        for path, aval in zip(call.paths, call.avals, strict=True):
+            if (aval.shape, aval.dtype) not in traced:
+                texts.append(f"{path} {tuple(aval.shape)}")
+        return texts
+
     # Arguments ------------------------------------------------------------------------------------
 
     def place(self, argument: int | str, tree: Any) -> Any:
-        """A copy of an argument on the devices, laid out as the plan needs it; yours stays as it
-        is.
+        """A copy of an argument on the devices, laid out as the plan needs it.
 
         Args:
             argument: Position or name of the parameter.
@@ -240,9 +234,10 @@ class BoundPlan:
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [i for i, leaf in enumerate(leaves) if not is_static(leaf)]
         if len(arrays) != len(numbers):
+            shown = [paths[i] for i in numbers[:4]]
             raise PathError(
                 f"place({argument!r}, ...): the tree has {len(arrays)} array leaves, but the "
-                f"argument had {len(numbers)} ({', '.join(paths[i] for i in numbers[:4])}, ...). "
+                f"argument had {len(numbers)} ({', '.join(shown)}, ...). "
                 f"Pass the same structure."
             )
         avals, shardings = self.traced.call.avals, self.built.in_shardings
@@ -310,12 +305,11 @@ def owned_leaves(plan: BoundPlan, name: int | str, what: str) -> tuple[int | str
 def _laid_out(plan: BoundPlan, leaves: Sequence[Any]) -> list[Any]:
     """The leaves as the plan's program takes them."""
     call = plan.traced.call
-    times = Counter(map(id, leaves))  # jax dies of a donated array that is passed twice
+    uses = Counter(map(id, leaves))
+    rows = zip(leaves, call.avals, plan.built.in_shardings, call.donated, strict=True)
     laid_out = []
-    for leaf, aval, sharding, donated in zip(
-        leaves, call.avals, plan.built.in_shardings, call.donated, strict=True
-    ):
-        if donated and times[id(leaf)] > 1:
+    for leaf, aval, sharding, donated in rows:
+        if donated and uses[id(leaf)] > 1:  # jax dies of a donated array that is passed twice
             laid_out.append(_private(leaf, sharding))
         else:
             laid_out.append(_moved(leaf, aval, sharding, donated))
@@ -328,13 +322,13 @@ def _moved(leaf: Any, aval: jax.ShapeDtypeStruct, sharding: NamedSharding, donat
     """
     if aval.dtype == jax.dtypes.float0:
         return leaf
-    if isinstance(leaf, jax.Array) and (
-        leaf.sharding == sharding
-        or (leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
-    ):
-        return leaf if leaf.sharding == sharding else put(leaf, sharding)
-    if aval.weak_type and not isinstance(leaf, jax.Array):
-        return leaf
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding == sharding:
+            return leaf
+        if leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return put(leaf, sharding)  # the same buffers, which are the user's to donate
+    elif aval.weak_type:
+        return leaf  # a Python number, whose type an array would not have
     return _private(leaf, sharding) if donated else put(leaf, sharding)
 
 

@@ -1,5 +1,4 @@
-"""What compiled programs said, kept on disk: compiling for hardware that is not here takes seconds
-to minutes.
+"""A cache on disk of what compiled programs say: compiling for a target takes seconds to minutes.
 
 (jax's own persistent cache writes programs for such targets and cannot read them back.) One small
 JSON file a program, named by a digest of all that it depends on. A file that is missing, cut short
@@ -25,15 +24,16 @@ from autoshard.compiler.compile import Reading
 from autoshard.devices.target import Target
 
 FORMAT = 2
-"""Of the files, and of how a program's text is read: raise it where `hlo` reads another number from
-the same text."""
+"""Version of the files, and of how a program's text is read: raise it where `hlo_collectives` or
+`hlo_cycles` reads another number from the same text."""
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+"""Packages whose version decides what comes out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The compiler's word that a program does not fit into the memory of a device.
+    """The compiler refuses a program that does not fit into the memory of a device.
 
     Attributes:
         needed_bytes: What it needs.
@@ -103,13 +103,13 @@ class CompileCache:
         return stored if stored.reading is not None or stored.refusal is not None else None
 
     def put(self, key: str, stored: Stored) -> None:
-        """Keeps an outcome; the file appears whole or not at all."""
+        """Writes an outcome; the file appears whole or not at all."""
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as draft:
-                draft.write(msgspec.json.encode(stored))
-            Path(draft.name).replace(path)
+            with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+                file.write(msgspec.json.encode(stored))
+            Path(file.name).replace(path)
         except OSError:
             return
 

@@ -1,5 +1,4 @@
-"""Stage 8, second half: lowers and compiles a layout with real `jit` shardings, and reads the truth
-from the program.
+"""Lowers and compiles a layout with real `jit` shardings, and reads the evidence from the program.
 
 One builder serves the search and the plan, so what the search compiled is what the plan runs. On a
 mesh with Explicit axes the function is wrapped in `jax.sharding.auto_axes`: it takes and returns
@@ -42,6 +41,7 @@ class Built:
         function: The same, not jitted: constraints inside, no shardings on arguments and outputs.
         in_shardings: Of the argument leaves.
         out_shardings: Of the output leaves.
+        avals: Shapes and dtypes of the argument leaves.
     """
 
     jitted: Any
@@ -58,7 +58,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a compiled program says of itself in numbers, in this process or sent from another one.
+    """What a compiled program says of itself in numbers, here or in another process.
 
     Attributes:
         argument_bytes: Per device, as the others.
@@ -81,7 +81,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a compiled program says, whoever compiled it and whatever prices are put on it.
+    """What a compiled program says, whoever compiled it and whatever its collectives cost.
 
     Attributes:
         figures: Its numbers.
@@ -109,27 +109,43 @@ class Compiled:
 def build(
     traced: Traced, layout: Layout, mesh: MeshInfo, constraints: Constraints | None = None
 ) -> Built:
-    """The layout as a jitted function, with other constraints than its own if given; compiles
-    nothing yet.
+    """The layout as a jitted function; compiles nothing yet.
+
+    Args:
+        traced: The function.
+        layout: Of its values.
+        mesh: The mesh.
+        constraints: Stated inside instead of the layout's own.
     """
-    stated = constraints_for(layout) if constraints is None else constraints
-    closed = insert_constraints(traced.program, stated, mesh.auto)
-    function = as_function(closed, traced.program.name)
+    if constraints is None:
+        constraints = constraints_for(layout)
+    jaxpr = insert_constraints(traced.program, constraints, mesh.auto)
+    function = as_function(jaxpr, traced.program.name)
     in_shardings = tuple(mesh.sharding(spec) for spec in layout.input_specs())
     out_shardings = tuple(mesh.sharding(spec) for spec in layout.output_specs())
-    wrapped: Callable[..., Any] = function
-    if mesh.explicit_axes:
-        out = [mesh.explicit_part(spec) for spec in layout.output_specs()]
-        wrapped = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
-        wrapped.__name__ = wrapped.__qualname__ = traced.program.name
-    donated = tuple(i for i, gone in enumerate(traced.call.donated) if gone)
     jitted = jax.jit(
-        wrapped,
+        _with_explicit_axes(function, layout, mesh, traced.program.name),
         in_shardings=in_shardings,
         out_shardings=list(out_shardings),
-        donate_argnums=donated,
+        donate_argnums=tuple(i for i, donated in enumerate(traced.call.donated) if donated),
     )
     return Built(jitted, function, in_shardings, out_shardings, traced.call.avals)
+
+
+def _with_explicit_axes(
+    function: Callable[..., Any], layout: Layout, mesh: MeshInfo, name: str
+) -> Callable[..., Any]:
+    """The function as it is jitted: on a mesh with Explicit axes it takes and returns Explicit
+    arrays, and knows nothing of them inside.
+    """
+    if not mesh.explicit_axes:
+        return function
+    out = [mesh.explicit_part(spec) for spec in layout.output_specs()]
+    wrapped: Callable[..., Any] = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=out
+    )
+    wrapped.__name__ = wrapped.__qualname__ = name
+    return wrapped
 
 
 def compile_built(
@@ -151,18 +167,15 @@ def compile_built(
         The executable with its evidence. Whatever XLA raises comes through: the driver makes a
         rejection of it.
     """
+    options = dict(compiler_options) if compiler_options else None
     with captured_stderr() as written:
         lowered = built.lower()
-        start = time.perf_counter()
-        executable = lowered.compile(
-            compiler_options=dict(compiler_options) if compiler_options else None
-        )
-        seconds = time.perf_counter() - start
-    reading = read_program(
-        executable.as_text() or "", figures_of(executable, seconds), written(), mesh
-    )
-    evidence = evidence_of(reading, mesh, time_of)
-    return Compiled(built, executable, evidence)
+        start_s = time.perf_counter()
+        executable = lowered.compile(compiler_options=options)
+        compile_s = time.perf_counter() - start_s
+    figures = figures_of(executable, compile_s)
+    reading = read_program(executable.as_text() or "", figures, written(), mesh)
+    return Compiled(built, executable, evidence_of(reading, mesh, time_of))
 
 
 def figures_of(executable: Any, compile_s: float) -> Figures:
@@ -196,32 +209,39 @@ def read_program(text: str, figures: Figures, stderr: str, mesh: MeshInfo) -> Re
 def evidence_of(
     reading: Reading, mesh: MeshInfo, time_of: Callable[[Sequence[Any]], float] | None
 ) -> CompiledEvidence:
-    """The evidence in what a program says; `time_of` makes seconds of a step from its
-    collectives.
+    """The evidence in what a program says.
+
+    Args:
+        reading: What it says.
+        mesh: That it is for.
+        time_of: Seconds of a step given the program's collectives.
     """
-    said = reading.figures
-    peak = said.argument_bytes + said.output_bytes - said.alias_bytes + said.temp_bytes
+    figures = reading.figures
+    peak = figures.argument_bytes + figures.output_bytes - figures.alias_bytes + figures.temp_bytes
+    # XLA:CPU leaves temporaries out of the peak that it states.
     if mesh.platform != "cpu":
-        peak = said.peak_bytes or peak
+        peak = figures.peak_bytes or peak
     return CompiledEvidence(
         collectives=summarise(reading.ops),
         collective_bytes=collective_bytes(reading.ops),
-        argument_bytes=said.argument_bytes,
-        output_bytes=said.output_bytes,
-        alias_bytes=said.alias_bytes,
-        temp_bytes=said.temp_bytes,
+        argument_bytes=figures.argument_bytes,
+        output_bytes=figures.output_bytes,
+        alias_bytes=figures.alias_bytes,
+        temp_bytes=figures.temp_bytes,
         peak_bytes=peak,
         full_remat_warnings=reading.full_remat_warnings,
-        flops=said.flops,
+        flops=figures.flops,
         time_s=0.0 if time_of is None else time_of(reading.ops),
-        compile_s=said.compile_s,
+        compile_s=figures.compile_s,
     )
 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Captures file descriptor 2, where XLA's C++ warnings go and nowhere else; yields a reader of
-    what was written.
+    """Captures file descriptor 2, the only place that XLA's C++ warnings go to.
+
+    Yields:
+        What gives the text that was written, once the capture has ended.
     """
     sys.stderr.flush()
     saved = os.dup(2)

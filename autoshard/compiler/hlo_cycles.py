@@ -1,9 +1,8 @@
-"""The compiler's own estimate of compute in a compiled TPU program: `"estimated_cycles"` of its
-operations.
+"""The TPU compiler's own estimate of compute: `"estimated_cycles"` of a program's operations.
 
 Each fusion, convolution, copy and custom call carries one, for one execution; collectives carry
 none. Loop bodies count as often as the loop runs, and of a conditional the longest branch does, as
-in `hlo`.
+in `hlo_collectives`.
 
 Only programs compiled at the full level carry estimates worth the name. An operation without one
 (2^64 - 1 stands in there too) counts as nothing.
@@ -17,7 +16,11 @@ from autoshard.compiler.hlo_text import Computation, HloProgram, Instruction, pa
 from autoshard.compiler.hlo_trip_counts import trip_count
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+
 _UNKNOWN = 2**62
+"""From here on no estimate: the compiler writes 2^64 - 1 where it has none, and no step takes as
+many cycles. `test_cycles_count_loops_and_the_longest_branch` has one."""
+
 _CALLS = re.compile(r" (?:while|conditional|call|async-start)\(")
 
 
@@ -48,15 +51,16 @@ class _Reader:
         return self._read[name]
 
     def _called(self, computation: Computation, instruction: Instruction) -> int:
-        called = instruction.called()
         if instruction.opcode == "while":
-            trips, _ = trip_count(self._program, computation, instruction)
-            return trips * (self.read(called["body"][0]) + self.read(called["condition"][0]))
-        inner = [self.read(name) for names in called.values() for name in names]
+            called = instruction.called()
+            count, _ = trip_count(self._program, computation, instruction)
+            return count * (self.read(called["body"][0]) + self.read(called["condition"][0]))
+        inner = [self.read(name) for name in instruction.all_called()]
         return max(inner, default=0) if instruction.opcode == "conditional" else sum(inner)
 
 
 def _own(line: str) -> int:
-    found = _CYCLES.search(line)
-    cycles = int(found[1]) if found else 0
+    """The estimate that a line carries, 0 where it carries none."""
+    estimate = _CYCLES.search(line)
+    cycles = int(estimate[1]) if estimate else 0
     return cycles if cycles < _UNKNOWN else 0

@@ -1,9 +1,8 @@
-"""The text of a compiled program (`compiled.as_text()`) as computations and instructions, read
-without jaxlib.
+"""The text of a compiled program (`compiled.as_text()`) as computations and instructions.
 
-Only what `hlo` needs: instruction names, shapes, operands, called computations and attributes, of
-CPU, TPU and GPU programs. jaxlib's own parser of this text aborts the process on some programs, so
-it is never used.
+Only what its readers need: instruction names, shapes, operands, called computations and attributes,
+of CPU, TPU and GPU programs. jaxlib's own parser of this text aborts the process on some programs,
+so it is never used.
 
 Lines are split first and parsed on demand: most instructions are arithmetic, which nobody asks for.
 """
@@ -19,6 +18,7 @@ from pathlib import PurePath
 
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
+_PARENTHESIS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')  # or a quoted string, which may hold some
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
@@ -26,15 +26,19 @@ _CALLED = re.compile(
 _CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\]")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)")
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+"""Bits of the types whose name does not end in them, or does not mean them (xla_data.proto)."""
 
 
 def shape_bytes(text: str) -> int:
     """Bytes of a shape, all arrays of a tuple together.
 
-    >>> shape_bytes("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}"), shape_bytes("(f32[4], s4[5], f8e4m3fn[2], token[])")
-    (2048, 21)
+    >>> shape_bytes("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}")
+    2048
+    >>> shape_bytes("(f32[4], s4[5], f8e4m3fn[2], token[])")
+    21
     """
     return sum(_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(text))
 
@@ -44,7 +48,8 @@ def _array_bytes(dtype: str, dims: str) -> int:
     if bits is None:
         digits = re.match(r"[a-z]+(\d+)", dtype)
         bits = int(digits[1]) if digits else 0
-    return math.ceil(math.prod(int(size) for size in re.findall(r"\d+", dims)) * bits / 8)
+    elements = math.prod(int(size) for size in re.findall(r"\d+", dims))
+    return math.ceil(elements * bits / 8)  # types below a byte are packed
 
 
 def without_layout(shape: str) -> str:
@@ -76,8 +81,15 @@ def tuple_elements(shape: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction; `attributes` is all text after the operands, `plain` the same with quoted
-    strings emptied.
+    """One instruction.
+
+    Attributes:
+        name: Without the `%`.
+        root: Whether its value is what the computation returns.
+        shape: Of the result.
+        opcode: What it does.
+        operand_text: What stands between the parentheses.
+        attributes: All text after them.
     """
 
     name: str
@@ -89,9 +101,7 @@ class Instruction:
 
     @property
     def plain(self) -> str:
-        """Attributes with every quoted string emptied, so that user text cannot be taken for an
-        attribute.
-        """
+        """The attributes with quoted strings emptied: user text in them may look like one."""
         return _QUOTED.sub('""', self.attributes)
 
     @property
@@ -99,6 +109,7 @@ class Instruction:
         """Names of the operands."""
         names = re.findall(r"%([\w.\-]+)", self.operand_text)
         if not names and self.opcode not in ("parameter", "constant"):
+            # Some printers leave the % out: `add(f32[4] a, f32[4] b)`.
             names = [part.split()[-1] for part in self.operand_text.split(",") if part.strip()]
         return tuple(names)
 
@@ -107,10 +118,14 @@ class Instruction:
         `branch_computations`, ...).
         """
         plain = self.plain
-        found: dict[str, tuple[str, ...]] = {key: (name,) for key, name in _CALLED.findall(plain)}
+        called: dict[str, tuple[str, ...]] = {key: (name,) for key, name in _CALLED.findall(plain)}
         for key, names in _CALLED_LISTS.findall(plain):
-            found[key] = tuple(name.strip().lstrip("%") for name in names.split(","))
-        return found
+            called[key] = tuple(name.strip().lstrip("%") for name in names.split(","))
+        return called
+
+    def all_called(self) -> list[str]:
+        """Names of the called computations."""
+        return [name for names in self.called().values() for name in names]
 
     def metadata(self, key: str) -> str:
         """A field of `metadata={...}`, "" if absent."""
@@ -119,9 +134,7 @@ class Instruction:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parses one line of a computation, None if it is not an instruction (a comment, the rest of a
-    long constant).
-    """
+    """One line of a computation; None for a comment, or the rest of a long constant."""
     head = _NAME.match(line)
     if head is None:
         return None
@@ -143,11 +156,9 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening` (the end of the line if none
-    does).
-    """
+    """Index of the parenthesis that closes the one at `opening`; the line's length if none does."""
     depth = 0
-    for match in re.compile(r'[()]|"(?:[^"\\]|\\.)*"').finditer(line, opening):
+    for match in _PARENTHESIS.finditer(line, opening):
         if match[0] == "(":
             depth += 1
         elif match[0] == ")":
@@ -173,9 +184,8 @@ class Computation:
     @property
     def root(self) -> Instruction | None:
         """The instruction whose value the computation returns."""
-        line = next(
-            (line for line in reversed(self.lines) if line.lstrip().startswith("ROOT ")), None
-        )
+        roots = (line for line in reversed(self.lines) if line.lstrip().startswith("ROOT "))
+        line = next(roots, None)
         return parse_instruction(line) if line is not None else None
 
     def matching(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
@@ -189,8 +199,12 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class HloProgram:
-    """A compiled program: its computations, the name of the entry, `file:line` per stack frame
-    number.
+    """A compiled program.
+
+    Attributes:
+        entry: Name of the computation that it begins with.
+        computations: By name.
+        frames: `file:line` by the number of a stack frame.
     """
 
     entry: str
@@ -198,9 +212,7 @@ class HloProgram:
     frames: Mapping[str, str]
 
     def source(self, instruction: Instruction) -> str:
-        """`file.py:line` of an instruction, or "": the metadata's own fields or its stack
-        frame's.
-        """
+        """`file.py:line` of an instruction, or "": from its stack frame or its own metadata."""
         if frame := instruction.metadata("stack_frame_id"):
             return self.frames.get(frame, "")
         file, line = instruction.metadata("source_file"), instruction.metadata("source_line")
@@ -208,43 +220,67 @@ class HloProgram:
 
 
 def parse_program(text: str) -> HloProgram:
-    """Splits the text of a compiled program into computations; never fails, what is not understood
-    is left out.
-    """
-    computations: dict[str, Computation] = {}
-    tables: dict[str, dict[str, str]] = {}
-    entry, current, table = "", None, None
+    """Splits the text of a compiled program into computations; leaves out what is unknown to it."""
+    splitter = _Splitter()
     for line in text.splitlines():
-        if line.startswith(" "):
-            if current is not None:
-                current.lines.append(line)
-        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            table = tables.setdefault(line, {})
-        elif table is not None and (row := _TABLE_ROW.fullmatch(line)):
-            table[row[1]] = row[2]
+        if line.startswith(" "):  # most of them
+            splitter.lines.append(line)
+        else:
+            splitter.take(line)
+    return HloProgram(splitter.entry, splitter.computations, _frames(splitter.tables))
+
+
+class _Splitter:
+    """What was read of a program so far.
+
+    Attributes:
+        entry: Name of the computation that it begins with.
+        computations: By name.
+        tables: Rows by number, by the name of the table.
+        lines: Where an indented line belongs; what is outside computations is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.entry = ""
+        self.computations: dict[str, Computation] = {}
+        self.tables: dict[str, dict[str, str]] = {}
+        self.lines: list[str] = []
+        self._table: dict[str, str] | None = None
+
+    def take(self, line: str) -> None:
+        """Takes the next line that is not indented."""
+        if line in _TABLES:
+            self._table = self.tables.setdefault(line, {})
+        elif self._table is not None and (row := _TABLE_ROW.fullmatch(line)):
+            self._table[row[1]] = row[2]
         elif line.startswith("}"):
-            current = None
+            self.lines = []
         elif not line.startswith("HloModule") and (head := _HEADER.match(line)):
-            current = computations[head[2]] = Computation(head[2])
-            table = None
-            if head[1]:
-                entry = head[2]
-    return HloProgram(entry, computations, _frames(tables))
+            self._begin(head[2], is_entry=head[1] is not None)
+
+    def _begin(self, name: str, *, is_entry: bool) -> None:
+        computation = Computation(name)
+        self.computations[name] = computation
+        self.lines = computation.lines
+        self._table = None
+        if is_entry:
+            self.entry = name
 
 
 def _frames(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """`file:line` by the number of a stack frame: frames name locations, and these name files."""
     files = {
         number: PurePath(name.strip('"')).name
         for number, name in tables.get("FileNames", {}).items()
     }
-    places = {}
+    locations = {}
     for number, row in tables.get("FileLocations", {}).items():
         match = re.search(r"file_name_id=(\d+).*?\bline=(\d+)", row)
         if match:
-            places[number] = f"{files.get(match[1], '')}:{match[2]}"
+            locations[number] = f"{files.get(match[1], '')}:{match[2]}"
     frames = {}
     for number, row in tables.get("StackFrames", {}).items():
         match = re.search(r"file_location_id=(\d+)", row)
-        if match and match[1] in places:
-            frames[number] = places[match[1]]
+        if match and match[1] in locations:
+            frames[number] = locations[match[1]]
     return frames

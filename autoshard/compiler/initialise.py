@@ -1,8 +1,9 @@
-"""Ways into a plan's layout: initialise straight into it, restore a checkpoint straight into it."""
+"""Initialises arrays straight into a plan's layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from autoshard.tracing.signature import is_static
 
 
 def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:
-    """What `init_fn(*args)` returns, made shard by shard in the plan's layout; no device ever holds
-    the whole.
+    """What `init_fn(*args)` returns, computed shard by shard in the plan's layout.
+
+    No device ever holds the whole.
 
     Works for pytrees, optimizer states, Linen `TrainState`s, Equinox modules and Flax NNX modules
     alike.
@@ -31,79 +33,100 @@ def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
         ArgumentError: If what it returns has the structure and shapes of no argument of the plan.
     """
-    made: dict[str, Any] = {}
+    structures: list[_Structure] = []
 
-    def arrays(*given: Any) -> list[Any]:
-        leaves, made["tree"] = jax.tree.flatten(init_fn(*given))
-        made["static"] = {i: leaf for i, leaf in enumerate(leaves) if is_static(leaf)}
-        return [leaf for i, leaf in enumerate(leaves) if i not in made["static"]]
+    def arrays(*init_args: Any) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(init_fn(*init_args))
+        statics = {i: leaf for i, leaf in enumerate(leaves) if is_static(leaf)}
+        structures.append(_Structure(treedef, statics))
+        return [leaf for i, leaf in enumerate(leaves) if i not in statics]
 
+    # Traced twice: the shapes say which arguments they are, and these have the shardings.
     with jax.sharding.use_abstract_mesh(plan.mesh.auto.abstract_mesh):
         shapes = jax.eval_shape(arrays, *args)
-    whole = _unflatten(made, shapes)
-    numbers = _matching(plan, whole)
+    numbers = _matching(plan, structures[-1].filled(shapes))
     shardings = [plan.built.in_shardings[i] for i in numbers]
-    leaves = jax.jit(arrays, out_shardings=shardings)(*args)
-    return _unflatten(made, leaves)
+    values = jax.jit(arrays, out_shardings=shardings)(*args)
+    return structures[-1].filled(values)
 
 
-def _unflatten(made: dict[str, Any], arrays: Sequence[Any]) -> Any:
-    rest = iter(arrays)
-    count = made["tree"].num_leaves
-    leaves = [made["static"][i] if i in made["static"] else next(rest) for i in range(count)]
-    return jax.tree.unflatten(made["tree"], leaves)
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """What a function returned but for its arrays, which alone pass through `jax.jit`.
 
-
-def _matching(plan: BoundPlan, whole: Any) -> list[int]:
-    """Argument leaves of the plan that the leaves of `whole` are: of one argument, or of several in
-    a tuple.
+    Attributes:
+        treedef: Of all leaves.
+        statics: Leaves that are no arrays, by number.
     """
-    arguments = plan.traced.call.owners
+
+    treedef: Any
+    statics: Mapping[int, Any]
+
+    def filled(self, arrays: Iterable[Any]) -> Any:
+        """What the function returned, with these arrays."""
+        rest = iter(arrays)
+        leaves = []
+        for number in range(self.treedef.num_leaves):
+            leaves.append(self.statics[number] if number in self.statics else next(rest))
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _matching(plan: BoundPlan, returned: Any) -> list[int]:
+    """Argument leaves of the plan that the leaves of `returned` are: of one argument, or of several
+    in a tuple.
+
+    Raises:
+        ArgumentError: If they are those of no argument.
+    """
     taken: set[int | str] = set()
-    one = _argument_like(plan, whole, taken)
+    one = _argument_like(plan, returned, taken)
     if one is not None:
         return one
-    found: list[int] = []
-    for i, part in enumerate(whole if isinstance(whole, tuple | list) else (whole,)):
-        numbers = _argument_like(plan, part, taken)
-        if numbers is None:
+    numbers: list[int] = []
+    for i, part in enumerate(returned if isinstance(returned, tuple | list) else (returned,)):
+        of_part = _argument_like(plan, part, taken)
+        if of_part is None:
+            where = f"at position {i} " if isinstance(returned, tuple | list) else ""
             raise ArgumentError(
-                f"init: what init_fn returns "
-                f"{f'at position {i} ' if isinstance(whole, tuple | list) else ''}has "
-                f"the structure and shapes of no argument of the plan "
-                f"{list(dict.fromkeys(arguments))}: "
-                f"{_summary(part)}. Return an argument as the plan takes it, or a tuple of several."
+                f"init: what init_fn returns {where}has the structure and shapes of no argument of "
+                f"the plan {list(dict.fromkeys(plan.traced.call.owners))}: {_summary(part)}. "
+                f"Return an argument as the plan takes it, or a tuple of several."
             )
-        found += numbers
-    return found
+        numbers += of_part
+    return numbers
 
 
 def _argument_like(plan: BoundPlan, tree: Any, taken: set[int | str]) -> list[int] | None:
+    """Leaf numbers of the first argument that is like a tree and not taken yet; it is then."""
     call = plan.traced.call
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_static(leaf)]
     for owner in dict.fromkeys(call.owners):
-        numbers = [i for i, o in enumerate(call.owners) if o == owner]
-        if owner in taken or len(numbers) != len(leaves):
+        numbers = [i for i, leaf_owner in enumerate(call.owners) if leaf_owner == owner]
+        if owner in taken or not _same_arrays([call.avals[i] for i in numbers], leaves):
             continue
-        same = all(
-            call.avals[i].shape == leaf.shape and call.avals[i].dtype == leaf.dtype
-            for i, leaf in zip(numbers, leaves, strict=True)
-        )
-        if same and _paths(tree) == _paths(argument_of(plan, owner, call.avals)):
+        if _paths(tree) == _paths(argument_of(plan, owner, call.avals)):
             taken.add(owner)
             return numbers
     return None
 
 
+def _same_arrays(avals: Sequence[Any], leaves: Sequence[Any]) -> bool:
+    """True if they have the same shapes and dtypes."""
+    if len(avals) != len(leaves):
+        return False
+    pairs = zip(avals, leaves, strict=True)
+    return all(aval.shape == leaf.shape and aval.dtype == leaf.dtype for aval, leaf in pairs)
+
+
 def _paths(tree: Any) -> list[str]:
-    """Leaf paths; statics inside a structure (the functions of an optax optimizer) may be other
-    objects.
+    """Paths of the arrays. Structures themselves are not compared: the functions in that of an
+    optax optimizer are other objects each time.
     """
-    return [
-        jax.tree_util.keystr(path)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-        if not is_static(leaf)
-    ]
+    paths = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not is_static(leaf):
+            paths.append(jax.tree_util.keystr(path))
+    return paths
 
 
 def _summary(tree: Any) -> str:

@@ -1,10 +1,9 @@
-"""Partitions and compiles candidates in another process: one that aborts, hangs or eats the memory
-ends there.
+"""Partitions and compiles in another process: what aborts, hangs or eats memory ends there.
 
-Forking a process that has used jax hangs, so the worker is a fresh interpreter. It is given
-StableHLO bytecode and XLA's compile options, and gives back the program's text and memory figures,
-from which the evidence is read as for a program compiled here. Starting costs a second or two; one
-worker is kept warm, and replaced when it dies.
+Forking a process that has used jax hangs, so the worker is a fresh interpreter. It is sent
+StableHLO bytecode and XLA's compile options, and answers with the program's text and memory
+figures, from which the evidence is read as for a program compiled here. Starting costs a second or
+two; one worker is kept warm, and replaced when it dies.
 
 Not covered: programs that call back into Python (`InProcess` says so), and lowering, which is jax's
 own Python.
@@ -34,24 +33,27 @@ from autoshard.devices import topology
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
+from autoshard.processes.child import START_LIMIT_S, kill
 from autoshard.shardy.partition import Partitioned, PartitionFailure
 
 COMMAND = (sys.executable, "-P", "-m", "autoshard.compiler.worker")
 
-START_LIMIT_S = 120.0
-"""Starting takes a second or two from a local disk; a busy machine and a network file system are
-allowed for."""
-
 END_LIMIT_S = 10.0
-"""A process that closed its end of the pipe without ending is given this long."""
+"""How long a process that closed its end of the pipe may take to end: writing a core file, say.
+Chosen by hand; no test depends on it."""
 
-_LACKING = re.compile(r"\b(NOT_FOUND|UNIMPLEMENTED)\b")
+LAST_WORDS_CHARS = 300
+"""A reason is cut here: lines of compilers hold whole shapes. Chosen by hand; no test depends on
+it."""
+
+_MISSING_HERE = re.compile(r"\b(NOT_FOUND|UNIMPLEMENTED)\b")
 """Errors that may say only that a handler registered in this process (`jax.ffi`) does not exist in
 the worker."""
 
-_TELLING = re.compile(r"Check failed|^F\d{4} |terminate called|what\(\):|Error: ")
-_STACK = re.compile(r"^\s*(@\s+0x|\*\*\*)")
+_CAUSE = re.compile(r"Check failed|^F\d{4} |terminate called|what\(\):|Error: ")
+"""Lines that say why a process ended: glog's fatal ones, C++ exceptions, Python's last line."""
 
+_STACK_LINE = re.compile(r"^\s*(@\s+0x|\*\*\*)")
 
 _T = TypeVar("_T")
 
@@ -71,8 +73,9 @@ class InProcess:
 
 
 class Isolation:
-    """A worker process that compiles; a context manager. The worker starts at once and is waited
-    for at first use.
+    """A worker process that compiles; a context manager.
+
+    The worker starts at once and is waited for at first use.
     """
 
     def __init__(
@@ -133,8 +136,10 @@ class Isolation:
             return Failure(f"{type(error).__name__}: {error}")
         if request is None:
             return InProcess("the program calls back into Python")
-        found = self.read(request)
-        return evidence_of(found, self.mesh, time_of) if isinstance(found, Reading) else found
+        reading = self.read(request)
+        if not isinstance(reading, Reading):
+            return reading
+        return evidence_of(reading, self.mesh, time_of)
 
     def read(self, request: executables.CompileRequest) -> Reading | Failure | InProcess:
         """What the compiled program says, or why there is none."""
@@ -145,15 +150,14 @@ class Isolation:
         if isinstance(reply, Failure):
             return reply
         if reply.figures is None:
-            return InProcess(reply.error) if _LACKING.search(reply.error) else Failure(reply.error)
+            may_work_here = _MISSING_HERE.search(reply.error)
+            return InProcess(reply.error) if may_work_here else Failure(reply.error)
         return read_program(reply.text, reply.figures, worker.written(), self.mesh)
 
     def partition(
         self, lowered: jax.stages.Lowered
     ) -> Partitioned | PartitionFailure | Failure | InProcess:
-        """What `partition` would find, or why there is nothing: a Failure where the passes ended
-        the process.
-        """
+        """What `partition` would give; a Failure where the passes ended the process."""
         worker = self._ready_worker(())
         if worker is None:
             return InProcess(self._unavailable)
@@ -171,9 +175,7 @@ class Isolation:
         return reply
 
     def kill(self) -> None:
-        """Ends the worker from another thread, whatever it is doing; `read` then returns a
-        Failure.
-        """
+        """Ends the worker, from another thread too; a `read` under way returns a Failure."""
         if self._worker is not None:
             self._worker.process.kill()
 
@@ -184,15 +186,18 @@ class Isolation:
         if self._ready and self._worker is not None and self._worker.process.poll() is not None:
             self._start()  # it died while idle
         if self._worker is not None and not self._ready:
-            found = self._worker.exchange(None, list[int], START_LIMIT_S)
-            if isinstance(found, Failure):
-                self._unavailable = f"no process to compile in could be started ({found.reason})"
-            elif not set(device_ids) <= set(found):
-                self._unavailable = (
-                    f"a process of its own sees devices {found}, not {list(device_ids)}"
-                )
+            self._unavailable = self._wait_until_ready(self._worker, device_ids)
             self._ready = not self._unavailable
         return self._worker if self._ready else None
+
+    def _wait_until_ready(self, worker: _Worker, device_ids: Sequence[int]) -> str:
+        """Why a worker that was started cannot compile for these devices; "" once it can."""
+        ids = worker.exchange(None, list[int], START_LIMIT_S)
+        if isinstance(ids, Failure):
+            return f"no process to compile in could be started ({ids.reason})"
+        if not set(device_ids) <= set(ids):
+            return f"a process of its own sees devices {ids}, not {list(device_ids)}"
+        return ""
 
     def _start(self) -> None:
         self._stop()
@@ -230,8 +235,7 @@ class _Worker:
 
     def end(self) -> None:
         """Ends the process, whatever it is doing."""
-        self.process.kill()
-        self.process.wait()
+        kill(self.process)
         self._close()
 
     def _close(self) -> None:
@@ -242,43 +246,33 @@ class _Worker:
         """Sends a message, if any, and waits for one; after a Failure the worker is of no more
         use.
         """
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            self.process.kill()  # which ends the waiting below, be it to send or to receive
-
         self._start += len(self.written())
-        timer = threading.Timer(timeout_s, expire)
-        timer.daemon = (
-            True  # a Ctrl-C while it starts leaves it running: it must not keep the process
-        )
+        limit = _TimeLimit(self.process, timeout_s)
         try:
-            timer.start()
+            limit.start()
             if message is not None:
                 self._connection.send_bytes(message)
             return msgspec.msgpack.decode(self._connection.recv_bytes(), type=expected)
         except (EOFError, OSError):
-            if expired.is_set():
+            if limit.expired:
                 return Failure(
                     f"it took longer than {timeout_s:g} s; the compiler's process was ended"
                 )
             return Failure(self._why_it_ended())
         except msgspec.DecodeError as error:
             return Failure(f"the compiler's process sent what cannot be read ({error})")
-        except (
-            BaseException
-        ):  # interrupted: an answer may still come, and would be taken for that to the next request
-            self.process.kill()
-            self.process.wait()
+        except BaseException:
+            # Interrupted: an answer may still come, and be taken for that to the next request.
+            kill(self.process)
             raise
         finally:
-            timer.cancel()
+            limit.cancel()
 
     def written(self) -> str:
         """What the process wrote since the last message was sent."""
         size = os.fstat(self._stderr.fileno()).st_size
-        # Not read(): the position of the file is the worker's too.
+        # Not read(): the position of the file is the worker's too. Latin-1 reads any bytes, one
+        # character each, by which `_start` counts.
         return os.pread(self._stderr.fileno(), size - self._start, self._start).decode("latin-1")
 
     def _why_it_ended(self) -> str:
@@ -286,35 +280,61 @@ class _Worker:
             code = self.process.wait(timeout=END_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "the compiler's process stopped answering"
-        said = last_words(self.written())
+        words = last_words(self.written())
         if code == -signal.SIGKILL:
-            return "the compiler's process was killed (SIGKILL), as the system does when memory runs out"
+            return (
+                "the compiler's process was killed (SIGKILL), as the system does when memory runs "
+                "out"
+            )
         if code < 0:
-            return f"the compiler aborted the process ({signal.Signals(-code).name}): {said}"
-        return f"the compiler ended the process (exit status {code}): {said}"
+            return f"the compiler aborted the process ({signal.Signals(-code).name}): {words}"
+        return f"the compiler ended the process (exit status {code}): {words}"
+
+
+class _TimeLimit:
+    """Kills a process after a while, which ends any waiting for it, to send or to receive."""
+
+    def __init__(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+        self.expired = False
+        self._process = process
+        self._timer = threading.Timer(timeout_s, self._expire)
+        # A Ctrl-C while it starts leaves it running: it must not keep this process.
+        self._timer.daemon = True
+
+    def start(self) -> None:
+        """Begins to count."""
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """Lets the process live."""
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self.expired = True
+        self._process.kill()
 
 
 def last_words(stderr: str) -> str:
-    r"""The line of standard error that tells best why a process ended: a failed check, else the
-    last one.
+    r"""The line of standard error that tells best why a process ended: a cause, else the last one.
 
-    >>> last_words("F0101 a.cc:7] Check failed: x == y\n*** Check failure stack trace: ***\n    @  0x7f  f()\n")
+    >>> trace = "*** Check failure stack trace: ***\n    @  0x7f  f()\n"
+    >>> last_words(f"F0101 a.cc:7] Check failed: x == y\n{trace}")
     'F0101 a.cc:7] Check failed: x == y'
     """
-    lines = [
-        line.strip() for line in stderr.splitlines() if line.strip() and not _STACK.match(line)
-    ]
-    telling = [line for line in lines if _TELLING.search(line)]
-    return (telling or lines or ["nothing on its standard error"])[-1][:300]
+    lines = []
+    for line in stderr.splitlines():
+        if line.strip() and not _STACK_LINE.match(line):
+            lines.append(line.strip())
+    causes = [line for line in lines if _CAUSE.search(line)]
+    return (causes or lines or ["nothing on its standard error"])[-1][:LAST_WORDS_CHARS]
 
 
 def _environment(mesh: MeshInfo) -> dict[str, str]:
     """The environment of a process that imports what this one imports and sees the same devices."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = (
-        "false"  # this process holds the memory of the accelerators
-    )
+    # This process holds the memory of the accelerators already.
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if mesh.target is not None:
         return environment | topology.environment(mesh.target)
     environment["JAX_PLATFORMS"] = getattr(jax.config, "jax_platforms", None) or ""

@@ -1,6 +1,4 @@
-"""Compiles many candidates for a target at once, in processes of their own, and remembers what came
-of it on disk.
-"""
+"""Compiles many candidates for a target at once, in their own processes, with a cache on disk."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class CompilePool:
             workers: Processes, by default one per core of this machine.
             timeout_s: A compilation that takes longer has failed.
             memory_bytes: What each process may allocate; None for no limit.
-            cache: Where outcomes are kept; None for nowhere.
+            cache: Of outcomes; None for none.
         """
         if mesh.target is None:
             raise TargetError("a CompilePool compiles for targets; this mesh has real devices.")
@@ -98,15 +96,14 @@ class CompilePool:
             late: True once nothing new is to be started.
         """
         running: dict[Future[Outcome], int] = {}
-        waiting = iter(enumerate(jobs))
+        started = 0
         with ThreadPoolExecutor(len(self._workers)) as threads:
             try:
                 while True:
-                    while len(running) < len(self._workers) and not late():
-                        number, job = next(waiting, (-1, None))
-                        if job is None:
-                            break
-                        running[threads.submit(self._outcome, job)] = number
+                    # No job is started ahead: `late` decides as late as it can.
+                    while started < len(jobs) and len(running) < len(self._workers) and not late():
+                        running[threads.submit(self._outcome, jobs[started])] = started
+                        started += 1
                     if not running:
                         return
                     done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -122,8 +119,10 @@ class CompilePool:
             lowered = job.built.lower()
             key = program_key(lowered.as_text(), job.options, self._mesh.axes, self._target)
             stored = self._cache.get(key) if self._cache is not None else None
-            if stored is not None and (known := stored.reading or stored.refusal):
-                return known
+            if stored is not None:
+                outcome = stored.reading or stored.refusal
+                if outcome is not None:
+                    return outcome
             request = executables.compile_request(lowered, job.options)
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}")
@@ -134,35 +133,35 @@ class CompilePool:
             )
         worker = self._idle.get()
         try:
-            found = worker.read(request)
+            reply = worker.read(request)
         finally:
             self._idle.put(worker)
-        if isinstance(found, Reading):
-            self._keep(key, Stored(reading=found))
-            return found
-        refusal = read_refusal(found.reason)
-        if refusal is not None:
-            self._keep(key, Stored(refusal=refusal))
-        return refusal or Failure(found.reason)
+        if isinstance(reply, Reading):
+            self._store(key, Stored(reading=reply))
+            return reply
+        refusal = read_refusal(reply.reason)
+        if refusal is None:
+            return Failure(reply.reason)
+        self._store(key, Stored(refusal=refusal))
+        return refusal
 
-    def _keep(self, key: str, stored: Stored) -> None:
+    def _store(self, key: str, stored: Stored) -> None:
         if self._cache is not None:
             self._cache.put(key, stored)
 
 
 def read_refusal(message: str) -> Refusal | None:
-    """The numbers in the compiler's word that a program does not fit; None where the message says
-    something else.
+    """The numbers in the compiler's message that a program does not fit; None in another message.
 
-    >>> read_refusal("RESOURCE_EXHAUSTED: ... HLO temporaries (186.22G) exceeds available HBM (15.75G).")
+    >>> read_refusal("RESOURCE_EXHAUSTED: temporaries (186.22G) exceeds available HBM (15.75G).")
     Refusal(needed_bytes=199952202465, available_bytes=16911433728)
     """
     for form in _REFUSALS:
-        if found := form.search(message):
-            return Refusal(_bytes_of(found[1], found[2]), _bytes_of(found[3], found[4]))
+        if match := form.search(message):
+            return Refusal(_bytes_of(match[1], match[2]), _bytes_of(match[3], match[4]))
     return None
 
 
 def _bytes_of(number: str, prefix: str) -> int:
-    """XLA writes binary units by their prefix alone: `15.75G`."""
+    """Bytes of a size as XLA writes it, with the prefix of a binary unit alone: `15.75G`."""
     return int(float(number) * BINARY_UNITS[f"{prefix}iB" if prefix else "B"])

@@ -1,4 +1,4 @@
-"""Arrays from the host or one layout to another layout."""
+"""Arrays from the host, or from one layout, to another layout; also across processes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ def move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def same_devices(a: Sharding, b: Sharding) -> bool:
-    """True if the shardings are over the same devices in the same order, so that one program may
-    take both.
-    """
-    one, two = (getattr(s, "mesh", None) for s in (a, b))
+    """True if one program may take both: they are over the same devices in the same order."""
+    one, two = getattr(a, "mesh", None), getattr(b, "mesh", None)
     return one is not None and two is not None and list(one.devices.flat) == list(two.devices.flat)
 
 
 def put_host(host: np.ndarray, aval: Any, sharding: Sharding) -> jax.Array:
     """An array of the host, which every process has the whole of, with this sharding."""
     if aval.dtype == jax.dtypes.float0:
-        return host  # type: ignore[return-value]  # float0 has no device buffer: jax takes the NumPy array itself
+        # It has no device buffer: jax takes the NumPy array itself.
+        return host  # type: ignore[return-value]
     # A copy: on CPU jax may alias NumPy memory, and a donated buffer must not be the user's.
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: np.array(host[index], copy=True)
@@ -63,17 +62,13 @@ def put_keys(data: np.ndarray, impl: str, sharding: Sharding) -> jax.Array:
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """`jax.device_put`, also for what every process has the whole of onto devices of several
-    processes.
-    """
-    if sharding.is_fully_addressable or (
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    ):
+    """`jax.device_put`, also onto devices of several processes for what each has the whole of."""
+    spans_processes = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if sharding.is_fully_addressable or spans_processes:
         placed: jax.Array = jax.device_put(leaf, sharding)
         return placed
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return put_keys(
-            np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)), sharding
-        )
+        data, impl = jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+        return put_keys(np.asarray(data), impl, sharding)
     host = np.asarray(leaf)
     return put_host(host.astype(jax.dtypes.canonicalize_dtype(host.dtype)), host, sharding)

@@ -1,5 +1,4 @@
-"""The process that `isolate` keeps beside the search: partitions or compiles what it is sent, and
-answers with figures.
+"""The process that `isolated` keeps beside the search: it partitions or compiles what it is sent.
 
 Started as `python -m autoshard.compiler.worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the
 devices that the process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what
@@ -30,8 +29,12 @@ from autoshard.shardy.partition import Partitioned, PartitionFailure, partition_
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to do with a program: compile it, or else run Shardy's passes on this module for a
-    mesh.
+    """What to do with a program.
+
+    Attributes:
+        compile: Compile this.
+        module: Else run Shardy's passes on this one (StableHLO bytecode).
+        mesh_axes: For a mesh of these axes.
     """
 
     compile: executables.CompileRequest | None = None
@@ -41,8 +44,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a program: figures and text of the compiled one, what Shardy decided, or the
-    error raised.
+    """What came of a program.
+
+    Attributes:
+        figures: Of the compiled program.
+        text: Of the compiled program.
+        partitioned: What Shardy decided.
+        error: What was raised instead.
     """
 
     figures: Figures | None = None
@@ -60,9 +68,8 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
         file_descriptor: The pipe's end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search decides what an interruption means
-    with contextlib.suppress(
-        OSError
-    ):  # where memory runs out, the kernel is to end this process, not the search
+    with contextlib.suppress(OSError):
+        # Where memory runs out, the kernel is to end this process (1000: first), not the search.
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection: Connection = Connection(file_descriptor)
     if where.startswith("{"):
@@ -77,21 +84,19 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
             request = msgspec.msgpack.decode(connection.recv_bytes(), type=Request)
         except EOFError:
             return
-        reply = (
-            _compiled(request.compile, devices)
-            if request.compile is not None
-            else _partitioned(request)
-        )
+        if request.compile is not None:
+            reply = _compiled(request.compile, devices)
+        else:
+            reply = _partitioned(request)
         connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
 def _compiled(request: executables.CompileRequest, devices: Mapping[int, jax.Device]) -> Reply:
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     try:
         executable = executables.compile_requested(request, devices)
-        return Reply(
-            figures_of(executable, time.perf_counter() - start), executable.as_text() or ""
-        )
+        figures = figures_of(executable, time.perf_counter() - start_s)
+        return Reply(figures, executable.as_text() or "")
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")
 
@@ -99,14 +104,12 @@ def _compiled(request: executables.CompileRequest, devices: Mapping[int, jax.Dev
 def _partitioned(request: Request) -> Reply:
     try:
         with executables.parsed_module(request.module) as module:
-            found = partition_module(module, request.mesh_axes)
+            outcome = partition_module(module, request.mesh_axes)
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}")
-    return (
-        Reply(error=found.reason)
-        if isinstance(found, PartitionFailure)
-        else Reply(partitioned=found)
-    )
+    if isinstance(outcome, PartitionFailure):
+        return Reply(error=outcome.reason)
+    return Reply(partitioned=outcome)
 
 
 if __name__ == "__main__":

@@ -226,8 +226,8 @@ def _tpu(name: str, part: str, shape: tuple[int, ...], slices: int) -> Target:
 KNOWN = (
     f"Known are tpu:PART:XxY or XxYxZ with PART one of {', '.join(TPUS)} (chips; *N at the end for "
     f"N slices), gpu:PART:HOSTSxGPUS with PART one of {', '.join(GPUS)} or the path of a "
-    f"description that `autoshard capture-target` wrote, and cpu:DEVICES; for example tpu:v5e:4x4, tpu:v5e:16x16*2, "
-    f"gpu:h100:4x8."
+    f"description that `autoshard capture-target` wrote, and cpu:DEVICES; for example "
+    f"tpu:v5e:4x4, tpu:v5e:16x16*2, gpu:h100:4x8."
 )
 
 

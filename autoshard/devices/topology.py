@@ -86,7 +86,7 @@ def open_devices(target: Target) -> dict[int, jax.Device]:
         cuda = topologies.get_topology_desc(
             platform="cuda", target_config=target.description, topology=f"1x{hosts}x{per_host}"
         )
-        return dict(enumerate(sorted(cuda.devices, key=lambda device: device.id)))
+        return dict(enumerate(sorted(cuda.devices, key=_number)))
     shape = "x".join(map(str, target.shape))
     tpu = topologies.get_topology_desc(
         f"{target.part}:{shape}", platform="tpu", **_tpu_options(target)
@@ -109,6 +109,10 @@ def _tpu_options(target: Target) -> dict[str, Any]:
     if target.slices > 1:
         options["num_slices"] = target.slices
     return options
+
+
+def _number(device: Any) -> int:
+    return int(device.id)
 
 
 def _position(device: Any) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autoshard.compiler import isolated
 from autoshard.compiler.isolated import Failure, Isolation
 from autoshard.compiler.worker import Reply
 from autoshard.jax_internals import executables
+from autoshard.processes.child import START_LIMIT_S
 from tests.targets.steps import plan
 
 FOLDER = Path(__file__).parent / "programs"
@@ -48,7 +48,7 @@ def main() -> None:
             assert request is not None
             worker = isolation._ready_worker(request.device_ids)
             assert worker is not None
-            reply = worker.exchange(msgspec.msgpack.encode(request), Reply, isolated.START_LIMIT_S)
+            reply = worker.exchange(msgspec.msgpack.encode(request), Reply, START_LIMIT_S)
         assert not isinstance(reply, Failure), reply
         assert reply.figures is not None, reply.error
         text = _PAYLOADS.sub(simplified, reply.text)
