@@ -17,7 +17,9 @@ from autoshard.report.candidate_texts import CandidateTexts, candidate_texts
 from autoshard.report.svg import AxisName, Point, mesh_svg, scatter_svg
 from autoshard.report.templates import fill, markup
 from autoshard.table.leaf_patterns import fold
-from autoshard.table.spec_table import Leaf, SpecTable, candidates_of, spec_text
+from autoshard.table.schema import Leaf
+from autoshard.table.spec_entry import mesh_axes_by_dim, spec_text
+from autoshard.table.spec_table import SpecTable, candidates_of
 from autoshard.text import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def report_html(table: SpecTable) -> str:
     candidates = candidates_of(table)
     evidence = table.evidence
     when = evidence.when.replace("T", " ").replace("Z", " UTC")
-    return fill(
+    page = fill(
         "page.html",
         table=table,
         title=f"{table.function} on {_mesh_text(table)}",
@@ -56,17 +58,19 @@ def report_html(table: SpecTable) -> str:
         versions=", ".join(f"{k} {v}" for k, v in evidence.versions.items()),
         search_took=seconds_text(evidence.search_s) if evidence.search_s else "no search",
     )
+    return str(page)
 
 
 def fragment_html(table: SpecTable) -> str:
     """The part that a notebook shows: what the plan is in words, its rules and specs."""
-    return fill(
+    fragment = fill(
         "fragment.html",
         table=table,
         mesh=_mesh_text(table),
         sentences=summary(table, candidates_of(table)),
         leaves=_leaf_rows(table.inputs),
     )
+    return str(fragment)
 
 
 def _mesh_text(table: SpecTable) -> str:
@@ -93,13 +97,7 @@ def shard_bytes(leaf: Leaf, axes: dict[str, int]) -> int:
 
 def _mesh_axes_of(leaf: Leaf) -> list[str]:
     """Mesh axes over which a leaf is split."""
-    axes: list[str] = []
-    for entry in leaf.spec:
-        if isinstance(entry, str):
-            axes.append(entry)
-        elif entry is not None:
-            axes.extend(entry)
-    return axes
+    return [axis for axes in mesh_axes_by_dim(leaf.spec) for axis in axes]
 
 
 def _idle_axes(table: SpecTable) -> list[str]:

@@ -11,7 +11,8 @@ from autoshard.evidence.throughput import Throughput
 from autoshard.report.candidate_texts import candidate_texts
 from autoshard.report.text_table import TextTable, columns, render
 from autoshard.table.leaf_patterns import Each, fold
-from autoshard.table.spec_table import SpecTable, candidates_of, spec_text
+from autoshard.table.spec_entry import spec_text
+from autoshard.table.spec_table import SpecTable, candidates_of
 from autoshard.text import bytes_text, seconds_text
 
 MOST_CANDIDATES = 30

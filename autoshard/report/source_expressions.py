@@ -241,8 +241,8 @@ def paste(source: str, edits: Iterable[tuple[SourceSpan, PartitionSpec]]) -> str
         return source
     data = source.encode()
     line_starts = [0]
-    for line in data.splitlines(keepends=True):
-        line_starts.append(line_starts[-1] + len(line))
+    for row in data.splitlines(keepends=True):
+        line_starts.append(line_starts[-1] + len(row))
     insertions = []  # at one place inner ones close first, then outer ones open first
     for (line, column, end_line, end_column), own in specs.items():
         start, end = line_starts[line - 1] + column, line_starts[end_line - 1] + end_column

@@ -1,8 +1,8 @@
-"""Ways out: a spec table as what other tools read. Each form is exact for every leaf, or the export
-fails.
+"""Ways out: a spec table as what other tools read.
 
-The forms are text: a Python module, ordered regular expressions, axis class names with rules, the
-constraints to paste, CSV and Markdown. None of them needs autoshard to be read.
+The forms are text: a Python module, ordered regular expressions, logical axis names with rules, the
+constraints to paste, CSV and Markdown. Each is exact for every leaf, or the export fails; none of
+them needs autoshard to be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from autoshard.errors import ArgumentError
 from autoshard.table.export_logical_rules import logical_text
 from autoshard.table.export_python import python_text, regex_text
 from autoshard.table.leaf_patterns import fold
-from autoshard.table.spec_table import Leaf, SpecTable, spec_text
+from autoshard.table.schema import Leaf
+from autoshard.table.spec_entry import spec_text
+from autoshard.table.spec_table import SpecTable
 from autoshard.text import printable
 
 
@@ -45,11 +47,10 @@ def leaves_of(table: SpecTable, argument: str) -> dict[str, Leaf]:
     Raises:
         ArgumentError: If no leaf lies below it.
     """
-    below = {
-        p.removeprefix(f"{argument}/"): leaf
-        for p, leaf in table.inputs.items()
-        if p.startswith(f"{argument}/")
-    }
+    below = {}
+    for path, leaf in table.inputs.items():
+        if path.startswith(f"{argument}/"):
+            below[path.removeprefix(f"{argument}/")] = leaf
     if not below:
         names = dict.fromkeys(path.split("/")[0] for path in table.inputs)
         raise ArgumentError(
@@ -59,9 +60,7 @@ def leaves_of(table: SpecTable, argument: str) -> dict[str, Leaf]:
 
 
 def _constraints(table: SpecTable, _: Mapping[str, Leaf]) -> str:
-    """What to paste into the model, by file and line; the anchors of a layout, its work and where
-    results are kept.
-    """
+    """What to paste into the model, by file and line."""
     lines = [
         f"# Constraints of {table.function} on mesh {table.mesh.axes}, by line of the model.",
         "# `x` is the value that is named; from jax.sharding import PartitionSpec as P",
@@ -94,11 +93,10 @@ def _csv(table: SpecTable, _: Mapping[str, Leaf]) -> str:
     writer.writerow(_COLUMNS)
     for side, leaves in (("input", table.inputs), ("output", table.outputs)):
         for path, leaf in leaves.items():
-            logical_axes = " ".join(logical_axis or "-" for logical_axis in leaf.logical_axes)
             shape = "x".join(map(str, leaf.shape))
-            writer.writerow(
-                [side, path, shape, leaf.dtype, spec_text(leaf.spec), logical_axes, leaf.group]
-            )
+            logical_axes = " ".join(name or "-" for name in leaf.logical_axes)
+            spec = spec_text(leaf.spec)
+            writer.writerow([side, path, shape, leaf.dtype, spec, logical_axes, leaf.group])
     return file.getvalue()
 
 
@@ -106,25 +104,22 @@ def _markdown(table: SpecTable, _: Mapping[str, Leaf]) -> str:
     """For a pull request: rules, and leaves with regular ones folded."""
     mesh = ", ".join(f"{name}={size}" for name, size in table.mesh.axes.items())
     lines = [f"# {_cell(table.function)} on {_cell(mesh)}", "", "Rules, in order:", ""]
-    lines += [f"{i}. {_code(rule)}" for i, rule in enumerate(table.rules, 1)] or [
-        "none: everything is replicated"
-    ]
-    for title, leaves in (("Arguments", table.inputs), ("Outputs", table.outputs)):
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| leaf | array | spec | `*` |",
-            "| --- | --- | --- | --- |",
-        ]
-        rows = {
-            p: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for p, leaf in leaves.items()
-        }
-        for path, (each, (array, spec)) in fold(rows).items():
-            lines.append(
-                f"| {_code(path)} | {_code(array)} | {_code(spec)} | {_cell('; '.join(each))} |"
-            )
+    rules = [f"{number}. {_code(rule)}" for number, rule in enumerate(table.rules, 1)]
+    lines += rules or ["none: everything is replicated"]
+    lines += ["", "## Arguments", "", *_markdown_rows(table.inputs)]
+    lines += ["", "## Outputs", "", *_markdown_rows(table.outputs)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_rows(leaves: Mapping[str, Leaf]) -> list[str]:
+    lines = ["| leaf | array | spec | `*` |", "| --- | --- | --- | --- |"]
+    rows = {
+        path: (f"{leaf.dtype}{leaf.shape}", spec_text(leaf.spec)) for path, leaf in leaves.items()
+    }
+    for path, (each, (array, spec)) in fold(rows).items():
+        numbers = _cell("; ".join(each))
+        lines.append(f"| {_code(path)} | {_code(array)} | {_code(spec)} | {numbers} |")
+    return lines
 
 
 def _cell(text: str) -> str:

@@ -1,6 +1,4 @@
-"""A spec table as Python: a readable module of PartitionSpecs, and ordered regular expressions over
-leaf paths.
-"""
+"""A spec table as Python: a module of PartitionSpecs, or ordered regular expressions over paths."""
 
 from __future__ import annotations
 
@@ -9,15 +7,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autoshard.table.leaf_patterns import Each, fold, ranges_of
-from autoshard.table.spec_table import Leaf, SpecTable, spec_text
+from autoshard.table.schema import Leaf
+from autoshard.table.spec_entry import spec_text
+from autoshard.table.spec_table import SpecTable
 
 _HELPERS = '''
 
 def specs_of(argument, tree, specs=INPUTS):
-    """The PartitionSpecs of an argument, in the structure of its tree; None for leaves that are no arrays."""
+    """The PartitionSpecs of an argument, in the structure of its tree; None for other leaves."""
 
     def spec(path, leaf):
-        short = "/".join(filter(None, (argument, jax.tree_util.keystr(path, simple=True, separator="/"))))
+        parts = (argument, jax.tree_util.keystr(path, simple=True, separator="/"))
+        short = "/".join(filter(None, parts))
         full = argument + jax.tree_util.keystr(path)
         if short in specs or full in specs:
             return specs[short if short in specs else full]
@@ -29,23 +30,23 @@ def specs_of(argument, tree, specs=INPUTS):
 
 
 def shardings_of(argument, tree, mesh, specs=INPUTS):
-    """The NamedShardings of an argument; for `jax.device_put`, `in_shardings`, `eqx.filter_shard`, orbax."""
-    found = specs_of(argument, tree, specs)
+    """The NamedShardings of an argument: for `jax.device_put`, `in_shardings`, equinox, orbax."""
     is_spec = lambda x: isinstance(x, P)
-    return jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), found, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        specs_of(argument, tree, specs),
+        is_leaf=is_spec,
+    )
 '''
 
 
 def python_text(table: SpecTable) -> str:
     """A module that depends on jax only."""
-    rules = (
-        "".join(f"\n    {rule}" for rule in table.rules) or "\n    none: everything is replicated"
-    )
+    rules = table.rules or ["none: everything is replicated"]
+    rule_lines = "".join(f"\n    {rule}" for rule in rules)
+    head = f"Shardings of {table.function} on mesh {table.mesh.axes}, written by autoshard."
     parts = [
-        _docstring(
-            f"Shardings of {table.function} on mesh {table.mesh.axes}, written by "
-            f"autoshard.\n\nRules:{rules}\n"
-        ),
+        _docstring(f"{head}\n\nRules:{rule_lines}\n"),
         "import jax\nfrom jax.sharding import PartitionSpec as P\n",
         f"MESH_AXES = {table.mesh.axes!r}\n",
         _dict_text("INPUTS", table.inputs),
@@ -60,31 +61,34 @@ def _docstring(text: str) -> str:
 
 
 def _dict_text(name: str, leaves: Mapping[str, Leaf]) -> str:
-    """Specs by leaf path; a pattern before its exceptions, because the later entry of a dict
-    stays.
-    """
+    """Specs by leaf path, as a dict; of two entries for one path the later one holds."""
     lines = fold({path: spec_text(leaf.spec) for path, leaf in leaves.items()})
-    ordered = (
-        sorted(lines.items(), key=lambda line: -len(line[1][0]))
-        if _needs_order(lines)
-        else list(lines.items())
-    )
+    ordered = list(lines.items())
+    if _patterns_overlap(lines):
+        ordered.sort(key=lambda line: -len(line[1][0]))  # a pattern before its exceptions
     rows = [f"    {_entry(path, each, spec)}," for path, (each, spec) in ordered]
     return "\n".join([f"{name} = {{", *rows, "}"]) + "\n"
 
 
-def _needs_order(lines: Mapping[str, tuple[Each, str]]) -> bool:
-    ranks = [len(each) for each, _ in lines.values()]
-    return len(set(ranks) - {0}) > 1
+def _patterns_overlap(lines: Mapping[str, tuple[Each, str]]) -> bool:
+    """True if one pattern may be an exception of another: they have more and fewer `*`."""
+    stars = {len(each) for each, _ in lines.values()}
+    return len(stars - {0}) > 1
 
 
 def _entry(path: str, each: Each, spec: str) -> str:
     if not each:
         return f"{path!r}: {spec}"
-    names = "ijklmnop"[: len(each)] if len(each) <= 8 else [f"i{n}" for n in range(len(each))]
+    names = _loop_names(len(each))
     template = path.replace("{", "{{").replace("}", "}}").replace("*", "{}")
-    loops = "".join(f" for {n} in {_range_text(text)}" for n, text in zip(names, each, strict=True))
-    return f"**{{{template!r}.format({', '.join(names)}): {spec}{loops}}}"
+    loops = [f"for {name} in {_range_text(text)}" for name, text in zip(names, each, strict=True)]
+    return f"**{{{template!r}.format({', '.join(names)}): {spec} {' '.join(loops)}}}"
+
+
+def _loop_names(count: int) -> Sequence[str]:
+    """`i`, `j`, `k`, ..."""
+    letters = "ijklmnop"
+    return letters[:count] if count <= len(letters) else [f"i{n}" for n in range(count)]
 
 
 def _range_text(text: str) -> str:
@@ -104,53 +108,67 @@ def regex_text(table: SpecTable, leaves: Mapping[str, Leaf]) -> str:
         f"Ordered: (pattern, PartitionSpec); re.search over the leaf path, the first match "
         f"decides.\n"
     )
-    return (
-        "\n".join([head, "from jax.sharding import PartitionSpec as P\n", "RULES = (", *rows, ")"])
-        + "\n"
-    )
+    imports = "from jax.sharding import PartitionSpec as P\n"
+    return "\n".join([head, imports, "RULES = (", *rows, ")"]) + "\n"
 
 
 def regex_rules(specs: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Few rules that give every path its spec: the shortest ends of paths that agree, and single
-    paths before them.
+    """Few rules that give every path its spec.
 
-    >>> regex_rules({"p/0/wq": "P('a')", "p/1/wq": "P('a')", "p/0/b": "P()", "m/b": "P()", "q/b": "P('a')"})
-    [('^q/b$', "P('a')"), ('(^|/)wq$', "P('a')"), ('(^|/)b$', 'P()')]
+    The shortest ends of paths that agree, and before them single paths that do not.
+
+    >>> regex_rules({"p/0/wq": "P('a')", "p/1/wq": "P('a')", "p/0/b": "P()", "m/b": "P()"})
+    [('(^|/)wq$', "P('a')"), ('(^|/)b$', 'P()')]
+    >>> regex_rules({"p/b": "P()", "m/b": "P()", "q/b": "P('a')"})
+    [('^q/b$', "P('a')"), ('(^|/)b$', 'P()')]
     """
-    single: list[tuple[str, str]] = []
-    ends: list[tuple[str, str]] = []
+    cover = _Cover(specs)
+    cover.add(list(specs), 1)
+    cover.ends.sort(key=lambda rule: -rule[0].count("/"))  # longer ends are exceptions of shorter
+    rules = cover.single + cover.ends
+    for path, spec in specs.items():
+        first = next((given for pattern, given in rules if re.search(pattern, path)), None)
+        assert first == spec, (path, first, spec)
+    return rules
 
-    def cover(paths: Sequence[str], length: int) -> None:
+
+class _Cover:
+    """Rules for paths: `single` ones, and `ends` of several paths."""
+
+    def __init__(self, specs: Mapping[str, str]) -> None:
+        self._specs = specs
+        self.single: list[tuple[str, str]] = []
+        self.ends: list[tuple[str, str]] = []
+
+    def add(self, paths: Sequence[str], length: int) -> None:
+        """Adds rules for paths, by ends of so many parts or more."""
         by_end: dict[str, list[str]] = {}
         for path in paths:
             by_end.setdefault(_end(path, length), []).append(path)
         for end, members in by_end.items():
-            counts = Counter(specs[path] for path in members)
-            common, count = counts.most_common(1)[0]
-            whole = all(len(path.split("/")) <= length for path in members)
-            if len(counts) == 1 or whole or len(members) - count == 1:
-                single.extend(
-                    (f"^{re.escape(path)}$", specs[path])
-                    for path in members
-                    if specs[path] != common
-                )
-                ends.append((end, common))
+            if self._agree(members, length):
+                self._add_end(end, members)
             else:
-                cover(members, length + 1)
+                self.add(members, length + 1)
 
-    cover(list(specs), 1)
-    ends.sort(key=lambda rule: -rule[0].count("/"))
-    rules = single + ends
-    for path, spec in specs.items():
-        found = next((s for pattern, s in rules if re.search(pattern, path)), None)
-        assert found == spec, (path, found, spec)
-    return rules
+    def _agree(self, members: Sequence[str], length: int) -> bool:
+        """True if the members have one spec but for one of them, or have no longer ends."""
+        _, count = self._most_common(members)
+        return len(members) - count <= 1 or all(len(p.split("/")) <= length for p in members)
+
+    def _add_end(self, end: str, members: Sequence[str]) -> None:
+        common, _ = self._most_common(members)
+        self.ends.append((end, common))
+        for path in members:
+            if self._specs[path] != common:
+                self.single.append((f"^{re.escape(path)}$", self._specs[path]))
+
+    def _most_common(self, members: Sequence[str]) -> tuple[str, int]:
+        return Counter(self._specs[path] for path in members).most_common(1)[0]
 
 
 def _numbered(part: str) -> str:
-    """A pattern for `7`, `layers_7` and the like, in which the number may be any; `fc1` is
-    itself.
-    """
+    """A pattern for `7`, `layers_7` and the like, with any number; `fc1` is itself."""
     return re.sub(r"(^|_)[0-9]+$", r"\1\\d+", re.escape(part))
 
 

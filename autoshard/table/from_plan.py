@@ -5,25 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import msgspec
 
 from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.compiler.bound_plan import BoundPlan
-from autoshard.evidence.candidate import Status
+from autoshard.evidence.candidate import Candidate, Status
 from autoshard.layout.spec import Spec
-from autoshard.table.leaf_patterns import likenesses
-from autoshard.table.spec_table import (
-    ConstraintEntry,
-    Evidence,
-    Leaf,
-    MeshEntry,
-    SpecTable,
-    by_path,
-    spec_to_entry,
-)
+from autoshard.table.leaf_patterns import likenesses, sorted_by_path
+from autoshard.table.schema import ConstraintEntry, Evidence, Leaf, MeshEntry, as_output
+from autoshard.table.spec_entry import partition_spec_text, spec_to_entry
+from autoshard.table.spec_table import SpecTable
 from autoshard.tracing.program import Program, Value
 from autoshard.version import own_version
 
@@ -31,58 +24,56 @@ from autoshard.version import own_version
 def table_of(plan: BoundPlan) -> SpecTable:
     """The plan as data."""
     program, layout = plan.traced.program, plan.layout
-    names = [logical_axis.name for logical_axis in layout.problem.logical_axes.axes]
-    groups = [group.value for group in layout.problem.groups.of_input]
-
-    def leaves(
-        paths: Sequence[str], values: Sequence[Value], specs: Sequence[Spec], groups: Sequence[str]
-    ) -> dict[str, Leaf]:
-        found = {}
-        for path, value, spec, group in zip(paths, values, specs, groups, strict=True):
-            logical_axes = [
-                None if r == NO_AXIS else names[r]
-                for r in layout.problem.logical_axes.of_value[value.index]
-            ]
-            found[path] = Leaf(
-                list(value.shape), value.dtype, spec_to_entry(spec), logical_axes, group
-            )
-        return by_path(found)
-
-    outputs = program.body.outputs
-    inputs_by_path = leaves(program.input_paths, program.body.inputs, layout.input_specs(), groups)
-    outputs_by_path = leaves(
-        program.output_paths, outputs, layout.output_specs(), [""] * len(outputs)
-    )
-    plain = {path: msgspec.structs.replace(leaf, group="") for path, leaf in inputs_by_path.items()}
+    inputs = _leaves(plan, program.input_paths, program.body.inputs, layout.input_specs())
+    for path, group in zip(program.input_paths, layout.problem.groups.of_input, strict=True):
+        inputs[path] = msgspec.structs.replace(inputs[path], group=group.value)
+    outputs = _leaves(plan, program.output_paths, program.body.outputs, layout.output_specs())
+    as_outputs = {path: as_output(leaf) for path, leaf in inputs.items()}
     carried = {program.output_paths[o]: program.input_paths[i] for i, o in plan.carry}
     table = SpecTable(
         function=program.name,
         mesh=MeshEntry(dict(plan.mesh.axes), list(plan.mesh.axis_types)),
         rules=[str(rule) for rule in plan.rules],
         constraints="anchors" if layout.inside else "arguments",
-        inputs=inputs_by_path,
-        outputs=outputs_by_path,
+        inputs=inputs,
+        outputs=outputs,
         inside=_inside(plan),
-        outputs_like=likenesses(outputs_by_path, plain, carried),
+        outputs_like=likenesses(outputs, as_outputs, carried),
         evidence=Evidence(program.fingerprint, str(plan.verified), {}),
     )
     return msgspec.structs.replace(table, evidence=_evidence(plan, table.checksum()))
 
 
+def _leaves(
+    plan: BoundPlan, paths: Sequence[str], values: Sequence[Value], specs: Sequence[Spec]
+) -> dict[str, Leaf]:
+    """Argument or output leaves in the order of their paths, without groups."""
+    logical_axes = plan.layout.problem.logical_axes
+    leaves = {}
+    for path, value, spec in zip(paths, values, specs, strict=True):
+        names: list[str | None] = []
+        for logical_axis in logical_axes.of_value[value.index]:
+            known = logical_axis != NO_AXIS
+            names.append(logical_axes.axes[logical_axis].name if known else None)
+        leaves[path] = Leaf(list(value.shape), value.dtype, spec_to_entry(spec), names)
+    return sorted_by_path(leaves)
+
+
 def _inside(plan: BoundPlan) -> list[ConstraintEntry]:
-    """The constraints, equal ones (those of like layers, say) as one entry, by first appearance."""
+    """The constraints, equal ones (those of like layers, say) as one entry, in program order."""
     counts = Counter(
-        (c.source, c.primitive, c.place, tuple(c.shape), spec_as_text(c.spec))
+        (c.source, c.primitive, c.place, tuple(c.shape), partition_spec_text(c.spec))
         for c in plan.constraints
     )
     return [
-        ConstraintEntry(s, p, place, list(shape), spec, n)
-        for (s, p, place, shape, spec), n in counts.items()
+        ConstraintEntry(source, primitive, place, list(shape), spec, times)
+        for (source, primitive, place, shape, spec), times in counts.items()
     ]
 
 
 def _evidence(plan: BoundPlan, checksum: str) -> Evidence:
-    program = plan.traced.program
+    program, mesh = plan.traced.program, plan.mesh
+    candidates = [c for c in plan.candidates if c.status is not Status.PREDICTED]
     return Evidence(
         checksum=checksum,
         fingerprint=program.fingerprint,
@@ -90,18 +81,20 @@ def _evidence(plan: BoundPlan, checksum: str) -> Evidence:
         versions={"autoshard": own_version(), "jax": jax.__version__},
         arguments=arguments_fingerprint(program),
         hardware={
-            "platform": plan.mesh.platform, "kind": plan.mesh.device_kind, "devices": str(plan.mesh.user.devices.size),
+            "platform": mesh.platform,
+            "kind": mesh.device_kind,
+            "devices": str(mesh.user.devices.size),
         },
         when=plan.when,
         search_s=plan.search_s,
         primitives=primitives_of(program),
-        candidates=[_record(candidate.to_dict()) for candidate in plan.candidates if candidate.status is not Status.PREDICTED],
-    )  # fmt: skip
+        candidates=[_record(candidate) for candidate in candidates],
+    )
 
 
-def _record(candidate: dict[str, Any]) -> dict[str, Any]:
+def _record(candidate: Candidate) -> dict[str, object]:
     """A candidate without what is empty."""
-    return {name: value for name, value in candidate.items() if value not in ("", None)}
+    return {name: value for name, value in candidate.to_dict().items() if value not in ("", None)}
 
 
 def arguments_fingerprint(program: Program) -> str:
@@ -116,9 +109,3 @@ def arguments_fingerprint(program: Program) -> str:
 def primitives_of(program: Program) -> dict[str, int]:
     """How often each primitive occurs, bodies counted once."""
     return dict(sorted(Counter(eqn.primitive for eqn in program.eqns).items()))
-
-
-def spec_as_text(spec: Any) -> str:
-    """A PartitionSpec as people write it, UNCONSTRAINED included; the same on every jax."""
-    free = type(spec).UNCONSTRAINED
-    return f"P({', '.join('P.UNCONSTRAINED' if entry is free else repr(entry) for entry in spec)})"

@@ -13,33 +13,51 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
 Each = tuple[str, ...]
 """For each `*` of a pattern, the numbers it stands for."""
 
 MAX_LEAVES = 200_000
-"""More leaves than any model has; a table that unfolds to more is a mistake or an attack."""
+"""More leaves than any model has; a table that unfolds to more is a mistake or an attack. Without
+it the hostile table of a trillion leaves in tests/table/test_spec_table.py fills the memory."""
+
+MAX_DIGITS = 9
+"""Digits of the ends of a range at most, one less of a number that folds: no count is longer, and
+text of a million digits is not made a number. test_what_is_no_range_is_refused pins it."""
 
 _MIN_FOLDED = 3
+"""Leaves that are worth a pattern: test_two_layers_are_not_worth_a_pattern."""
+
 _DIGITS = re.compile(r"([0-9]+)")
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_RANGE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})(?:-([0-9]{{1,{MAX_DIGITS}}}))?")
 
 
 def path_key(path: str) -> list[tuple[int, int, str]]:
-    """Sorting key of leaf paths: part by part, numbers by size, `*` before the numbers it stands
-    for.
+    """Sorting key of leaf paths: part by part, numbers by size, `*` before what it stands for.
 
     >>> sorted(["w/10", "w/9", "w/*", "v"], key=path_key)
     ['v', 'w/*', 'w/9', 'w/10']
     """
-    parts = path.split("/")
-    return [
-        (1, int(p), p) if p.isdecimal() and p.isascii() else (0 if p == "*" else 2, 0, p)
-        for p in parts
-    ]
+    key = []
+    for part in path.split("/"):
+        if part.isdecimal() and part.isascii():
+            key.append((1, int(part), part))
+        else:
+            key.append((0 if part == "*" else 2, 0, part))
+    return key
+
+
+def sorted_by_path(leaves: Mapping[str, T]) -> dict[str, T]:
+    """Leaves in the order of their paths, numbers inside paths by size."""
+    return dict(sorted(leaves.items(), key=lambda item: path_key(item[0])))
+
+
+# Ranges -------------------------------------------------------------------------------------------
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -54,7 +72,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def ranges_of(text: str) -> list[range]:
@@ -78,20 +96,7 @@ def ranges_of(text: str) -> list[range]:
     return runs
 
 
-def fold(leaves: Mapping[str, T]) -> dict[str, tuple[Each, T]]:
-    """Folds leaves into patterns and exceptions, sorted; a line that is no pattern has no `Each`.
-
-    >>> fold({f"layers/{i}/w": "split" if i != 2 else "whole" for i in range(5)})
-    {'layers/*/w': (('0-4',), 'split'), 'layers/2/w': ((), 'whole')}
-    """
-    lines = _folded(leaves)
-    try:
-        exact = unfold(lines) == dict(leaves)
-    except ValueError:
-        exact = False
-    if not exact:
-        lines = {path: ((), leaf) for path, leaf in leaves.items()}
-    return dict(sorted(lines.items(), key=lambda line: path_key(line[0])))
+# Unfolding ----------------------------------------------------------------------------------------
 
 
 def unfold(lines: Mapping[str, tuple[Each, T]]) -> dict[str, T]:
@@ -101,105 +106,193 @@ def unfold(lines: Mapping[str, tuple[Each, T]]) -> dict[str, T]:
         ValueError: If a pattern is malformed, two speak of one leaf and neither has fewer `*`, or
             they are too many.
     """
-    found: dict[str, tuple[int, T, str]] = {}
+    leaves: dict[str, T] = {}
+    line_of: dict[str, tuple[str, Each]] = {}
     total = 0
+    # Fewest `*` first: what is there already stays.
     for path, (each, leaf) in sorted(lines.items(), key=lambda line: len(line[1][0])):
+        pattern = _Pattern.parse(path, each)
+        total += pattern.count
+        if total > MAX_LEAVES:
+            raise ValueError(
+                f"{path!r} brings the table to {total} leaves; it may have {MAX_LEAVES} at most"
+            )
+        for name in pattern.names():
+            if name not in leaves:
+                leaves[name], line_of[name] = leaf, (path, each)
+                continue
+            other_path, other_each = line_of[name]
+            if len(other_each) == len(each) and leaves[name] != leaf:
+                raise ValueError(
+                    f"{path!r} and {other_path!r} both speak of {name!r}; give it a line of its own"
+                )
+    return leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A path cut at each `*`, and the numbers that belong there."""
+
+    texts: list[str]
+    numbers: list[list[range]]
+
+    @classmethod
+    def parse(cls, path: str, each: Each) -> _Pattern:
+        """Raises ValueError if there is not a range for each `*`, or one is malformed."""
         texts = path.split("*") if each else [path]
         if each and len(texts) != len(each) + 1:
             raise ValueError(
                 f"{path!r} has {len(texts) - 1} '*', but 'each' has {len(each)} ranges; give one "
                 f"for each"
             )
-        numbers = [ranges_of(text) for text in each]
-        total += math.prod(sum(map(len, runs)) for runs in numbers)
-        if total > MAX_LEAVES:
-            raise ValueError(
-                f"{path!r} brings the table to {total} leaves; it may have {MAX_LEAVES} at most"
-            )
-        for chosen in itertools.product(*(itertools.chain(*runs) for runs in numbers)):
-            name = texts[0] + "".join(
-                f"{n}{text}" for n, text in zip(chosen, texts[1:], strict=True)
-            )
-            if name not in found:
-                found[name] = (len(each), leaf, path)
-            elif found[name][0] == len(each) and found[name][1] != leaf:
-                raise ValueError(
-                    f"{path!r} and {found[name][2]!r} both speak of {name!r}; give it a line of "
-                    f"its own"
-                )
-    return {name: leaf for name, (_, leaf, _) in found.items()}
+        return cls(texts, [ranges_of(text) for text in each])
+
+    @property
+    def count(self) -> int:
+        """How many leaves it stands for."""
+        return math.prod(sum(map(len, runs)) for runs in self.numbers)
+
+    def names(self) -> Iterator[str]:
+        """Their paths."""
+        head, *texts = self.texts
+        for chosen in itertools.product(*(itertools.chain(*runs) for runs in self.numbers)):
+            yield head + "".join(f"{n}{text}" for n, text in zip(chosen, texts, strict=True))
 
 
-# A path in tokens: text, number, text, ...; a number is its digits, or "*".
+# Folding ------------------------------------------------------------------------------------------
+
+
+def fold(leaves: Mapping[str, T]) -> dict[str, tuple[Each, T]]:
+    """Folds leaves into patterns and exceptions, sorted; a line that is no pattern has no `Each`.
+
+    >>> fold({f"layers/{i}/w": "split" if i != 2 else "whole" for i in range(5)})
+    {'layers/*/w': (('0-4',), 'split'), 'layers/2/w': ((), 'whole')}
+    """
+    lines = _Folding(leaves).lines()
+    try:
+        exact = unfold(lines) == dict(leaves)
+    except ValueError:
+        exact = False
+    if not exact:
+        lines = {path: ((), leaf) for path, leaf in leaves.items()}
+    return sorted_by_path(lines)
+
+
 _Tokens = tuple[str, ...]
-_Line = tuple[Each, T]
+"""A path in tokens: text, number, text, ...; a number is its digits, or "*"."""
 
 
 def _tokens(path: str) -> _Tokens:
     return (path,) if "*" in path else tuple(_DIGITS.split(path))
 
 
-def _folded(leaves: Mapping[str, T]) -> dict[str, _Line[T]]:
-    lines: dict[_Tokens, _Line[T]] = {_tokens(path): ((), leaf) for path, leaf in leaves.items()}
-    exceptions: set[_Tokens] = set()
-    while True:
-        groups = _groups(lines, exceptions)
-        touched: set[_Tokens] = set()
-        for template, each, at, members in groups:
-            if template in lines or any(tokens in touched for _, tokens in members):
-                continue
-            leaf, _ = _most_common([lines[tokens][1] for _, tokens in members])
-            touched |= {tokens for _, tokens in members}
-            for _, tokens in members:
-                if lines[tokens][1] == leaf:
-                    del lines[tokens]
-                else:
-                    exceptions.add(tokens)
-            lines[template] = ((*each[:at], ranges_text(n for n, _ in members), *each[at:]), leaf)
-        if not touched:
-            return {"".join(tokens): line for tokens, line in lines.items()}
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Lines that differ in one number, and so may fold.
 
-
-def _groups(
-    lines: Mapping[_Tokens, _Line[T]], exceptions: set[_Tokens]
-) -> list[tuple[_Tokens, Each, int, list[tuple[int, _Tokens]]]]:
-    """(template, other ranges, place among them, members) of what may fold, the most lines saved
-    first.
+    Attributes:
+        template: Their tokens with `*` at that number.
+        each: The ranges of the `*` that they have already.
+        at: Where among those the new one belongs.
+        members: The number and the tokens of each line.
     """
-    groups: dict[tuple[_Tokens, Each, int], list[tuple[int, _Tokens]]] = {}
-    for tokens, (each, _) in lines.items():
-        if tokens in exceptions:
-            continue
-        stars = 0
-        for i in range(1, len(tokens), 2):
-            digits = tokens[i]
-            if digits == "*":
-                stars += 1
-            elif len(digits) < 9 and str(int(digits)) == digits:
-                template = (*tokens[:i], "*", *tokens[i + 1 :])
-                groups.setdefault((template, each, stars), []).append((int(digits), tokens))
-    folding = []
-    for (template, each, at), members in groups.items():
-        _, count = _most_common([lines[tokens][1] for _, tokens in members])
-        if count >= _MIN_FOLDED and count * 2 > len(members):
-            folding.append((-count, "".join(template), (template, each, at, members)))
-    return [group for _, _, group in sorted(folding, key=lambda f: f[:2])]
+
+    template: _Tokens
+    each: Each
+    at: int
+    members: list[tuple[int, _Tokens]] = field(default_factory=list)
+
+    @property
+    def pattern_each(self) -> Each:
+        """The ranges of the pattern."""
+        numbers = ranges_text(number for number, _ in self.members)
+        return (*self.each[: self.at], numbers, *self.each[self.at :])
 
 
-def _most_common(leaves: Sequence[T]) -> tuple[T, int]:
-    counts = Counter(map(repr, leaves))
-    text, count = counts.most_common(1)[0]
-    return next(leaf for leaf in leaves if repr(leaf) == text), count
+class _Folding(Generic[T]):
+    """Lines that are folded number by number, the groups that save most lines first."""
+
+    def __init__(self, leaves: Mapping[str, T]) -> None:
+        self._lines: dict[_Tokens, tuple[Each, T]] = {
+            _tokens(path): ((), leaf) for path, leaf in leaves.items()
+        }
+        self._exceptions: set[_Tokens] = set()
+
+    def lines(self) -> dict[str, tuple[Each, T]]:
+        """The lines when nothing folds any more."""
+        while self._fold_once():
+            pass
+        return {"".join(tokens): line for tokens, line in self._lines.items()}
+
+    def _fold_once(self) -> bool:
+        """Folds groups that do not share lines; False if there is none."""
+        touched: set[_Tokens] = set()
+        for group in self._groups():
+            members = {tokens for _, tokens in group.members}
+            if group.template not in self._lines and members.isdisjoint(touched):
+                touched |= members
+                self._fold_group(group)
+        return bool(touched)
+
+    def _fold_group(self, group: _Group) -> None:
+        leaf, _ = self._most_common(group)
+        for _, tokens in group.members:
+            if self._lines[tokens][1] == leaf:
+                del self._lines[tokens]
+            else:
+                self._exceptions.add(tokens)
+        self._lines[group.template] = group.pattern_each, leaf
+
+    def _groups(self) -> list[_Group]:
+        """What may fold: most members are equal."""
+        folding = []
+        for group in self._candidates():
+            _, count = self._most_common(group)
+            if count >= _MIN_FOLDED and count * 2 > len(group.members):
+                folding.append((-count, "".join(group.template), group))
+        return [group for _, _, group in sorted(folding, key=lambda item: item[:2])]
+
+    def _candidates(self) -> Iterable[_Group]:
+        """For every number of every line, the lines that differ from it there alone."""
+        groups: dict[tuple[_Tokens, Each, int], _Group] = {}
+        for tokens, (each, _) in self._lines.items():
+            if tokens in self._exceptions:
+                continue
+            stars = 0
+            for i in range(1, len(tokens), 2):
+                if tokens[i] == "*":
+                    stars += 1
+                elif _is_plain(tokens[i]):
+                    template = (*tokens[:i], "*", *tokens[i + 1 :])
+                    group = groups.setdefault(
+                        (template, each, stars), _Group(template, each, stars)
+                    )
+                    group.members.append((int(tokens[i]), tokens))
+        return groups.values()
+
+    def _most_common(self, group: _Group) -> tuple[T, int]:
+        """The leaf that most members have, and how many."""
+        leaves = [self._lines[tokens][1] for _, tokens in group.members]
+        texts = list(map(repr, leaves))  # leaves need not be hashable
+        text, count = Counter(texts).most_common(1)[0]
+        return leaves[texts.index(text)], count
+
+
+def _is_plain(digits: str) -> bool:
+    """True for a number that its digits come back from."""
+    return len(digits) < MAX_DIGITS and str(int(digits)) == digits
+
+
+# Outputs like arguments ---------------------------------------------------------------------------
 
 
 def likenesses(
     outputs: Mapping[str, T], inputs: Mapping[str, T], carried: Mapping[str, str]
 ) -> dict[str, str]:
-    """Output subtrees that have the leaves of an input subtree, most of them equal: `{"out/0":
-    "params"}`.
+    """Output subtrees that have the leaves of an input subtree, most of them equal.
 
-    The outermost ones, of two leaves or more. What differs inside is an exception, with a line of
-    its own.
+    `{"out/0": "params"}`; the outermost ones, of two leaves or more. What differs inside is an
+    exception, with a line of its own.
 
     Args:
         outputs: Output leaves by path.
@@ -211,20 +304,20 @@ def likenesses(
     by_rests: dict[frozenset[str], list[str]] = {}
     for prefix, rests in below_inputs.items():
         by_rests.setdefault(frozenset(rests), []).append(prefix)
-    found: dict[str, str] = {}
-    for prefix in sorted(below_outputs, key=lambda p: (p.count("/"), path_key(p))):
+    likes: dict[str, str] = {}
+    for prefix in sorted(below_outputs, key=lambda path: (path.count("/"), path_key(path))):
         rests = below_outputs[prefix]
-        if len(rests) < 2 or any(prefix.startswith(f"{outer}/") for outer in found):
+        if len(rests) < 2 or any(prefix.startswith(f"{outer}/") for outer in likes):
             continue
         candidates = []
         for source in by_rests.get(frozenset(rests), ()):
-            same = sum(carried.get(f"{prefix}/{r}") == f"{source}/{r}" for r in rests)
-            equal = sum(outputs[f"{prefix}/{r}"] == inputs[f"{source}/{r}"] for r in rests)
+            same = sum(carried.get(f"{prefix}/{rest}") == f"{source}/{rest}" for rest in rests)
+            equal = sum(outputs[f"{prefix}/{rest}"] == inputs[f"{source}/{rest}"] for rest in rests)
             candidates.append((same, equal, source))
         _, equal, source = max(candidates, key=lambda c: c[:2], default=(0, 0, ""))
         if equal * 2 > len(rests):
-            found[prefix] = source
-    return found
+            likes[prefix] = source
+    return likes
 
 
 def alike(outputs: Mapping[str, T], prefix: str, inputs: Mapping[str, T], source: str) -> bool:
@@ -240,6 +333,6 @@ def _subtrees(leaves: Iterable[str]) -> dict[str, list[str]]:
     """By prefix that ends before a `/`, what follows."""
     below: dict[str, list[str]] = {}
     for path in leaves:
-        for match in re.finditer("/", path):
-            below.setdefault(path[: match.start()], []).append(path[match.end() :])
+        for slash in re.finditer("/", path):
+            below.setdefault(path[: slash.start()], []).append(path[slash.end() :])
     return below

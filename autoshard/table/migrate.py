@@ -1,17 +1,15 @@
-"""Tables of older schema versions, brought to the current one; golden files of each version are
-kept in the tests.
+"""Tables of older schema versions, brought to the current one.
+
+Golden files of each version are kept in tests/golden/tables.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import TableError
-
-SCHEMA = 3
-"""Version of the format that is written."""
+from autoshard.table.schema import SCHEMA, TableData, checksum_of, plan_parts
 
 
 def to_current(data: dict[str, Any], where: str) -> dict[str, Any]:
@@ -31,63 +29,63 @@ def to_current(data: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: has schema {schema}, this autoshard reads schema 1 to {SCHEMA}. Upgrade "
             f"autoshard."
         )
-    for step in (_from_1, _from_2)[schema - 1 :]:
-        data = step(data)
+    for migration in (_from_1, _from_2)[schema - 1 :]:
+        data = migration(data)
     return data
 
 
 def _from_1(data: dict[str, Any]) -> dict[str, Any]:
-    """Schema 1 had what is evidence beside the specs, no checksum, no patterns and no roles."""
+    """Schema 1 had what is evidence beside the specs.
+
+    It had no checksum, no patterns and no logical axes.
+    """
     evidence: dict[str, Any] = {
         name: data[name] for name in ("fingerprint", "versions", "verified") if name in data
     }
-    specs: dict[str, Any] = {name: value for name, value in data.items() if name not in evidence}
+    plan: dict[str, Any] = {name: value for name, value in data.items() if name not in evidence}
     evidence["candidates"] = data.get("evidence", [])
-    return {"inside": [], **specs, "schema": 2, "outputs_like": {}, "evidence": evidence}
+    return {"inside": [], **plan, "schema": 2, "outputs_like": {}, "evidence": evidence}
 
 
 def _from_2(data: dict[str, Any]) -> dict[str, Any]:
     """Schema 2 called the logical axes of a leaf its roles, and wrote a preset's name into the
     origin of a candidate (`preset:fsdp`).
     """
-    leaves = {
-        part: {path: _leaf_from_2(leaf) for path, leaf in data[part].items()}
-        for part in ("inputs", "outputs")
-        if isinstance(data.get(part), dict)
-    }
-    result = {**data, **leaves, "schema": 3}
+    migrated = {**data, "schema": 3}
+    for side in ("inputs", "outputs"):
+        if isinstance(data.get(side), dict):
+            migrated[side] = {path: _leaf_from_2(leaf) for path, leaf in data[side].items()}
     evidence = data.get("evidence")
     if isinstance(evidence, dict) and isinstance(evidence.get("candidates"), list):
         candidates = [_candidate_from_2(record) for record in evidence["candidates"]]
-        result["evidence"] = {**evidence, "candidates": candidates}
-    return result
+        migrated["evidence"] = {**evidence, "candidates": candidates}
+    return migrated
 
 
 def _leaf_from_2(leaf: Any) -> Any:
-    if not isinstance(leaf, dict) or "roles" not in leaf:
-        return leaf
-    return {("logical_axes" if name == "roles" else name): value for name, value in leaf.items()}
+    return _renamed(leaf, "roles", "logical_axes") if isinstance(leaf, dict) else leaf
 
 
 def _candidate_from_2(record: Any) -> Any:
     if not isinstance(record, dict) or not isinstance(record.get("origin"), str):
         return record
     origin, _, preset = record["origin"].partition(":")
-    return {**record, "origin": origin, **({"preset": preset} if preset else {})}
+    migrated = {**record, "origin": origin}
+    if preset:
+        migrated["preset"] = preset
+    return migrated
 
 
-def checksum_of(parts: list[Any]) -> str:
-    """Digest of a table's mesh, rules, constraints and leaves as plain builtins."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+def schema_2_checksum(table: TableData) -> str:
+    """The checksum that schema 2 gave to a table, with the roles of its leaves."""
+    *rest, inputs, outputs = plan_parts(table)
+    sides = [
+        {path: _renamed(leaf, "logical_axes", "roles") for path, leaf in side.items()}
+        for side in (inputs, outputs)
+    ]
+    return checksum_of([*rest, *sides])
 
 
-def checksum_of_2(parts: list[Any]) -> str:
-    """`checksum_of` as schema 2 computed it, where the logical axes of a leaf were its roles."""
-    *rest, inputs, outputs = parts
-    leaves = [{path: _leaf_to_2(leaf) for path, leaf in part.items()} for part in (inputs, outputs)]
-    return checksum_of([*rest, *leaves])
-
-
-def _leaf_to_2(leaf: dict[str, Any]) -> dict[str, Any]:
-    return {("roles" if name == "logical_axes" else name): value for name, value in leaf.items()}
+def _renamed(fields: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Fields of which one has another name; the order stays."""
+    return {(new if name == old else name): value for name, value in fields.items()}

@@ -1,5 +1,4 @@
-"""Reads the text of a table strictly: what is wrong is said with its place, and nothing hostile
-gets further.
+"""Reads JSON strictly: what is wrong is named with its place, and nothing hostile gets further.
 
 JSON allows a key twice, numbers that are none, and nesting without end; a table that people merge
 by hand and a file that somebody else sent may have all of these.
@@ -9,17 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from autoshard.errors import TableError
-
-T = TypeVar("T")
+from autoshard.text import printable
 
 MAX_BYTES = 64 * 2**20
-"""A table of 10,000 leaves is 3 MB."""
+"""Most bytes of a file that is read: a table of 10,000 leaves is 3 MB (measured). Without it
+test_a_file_too_large_to_be_a_table_is_not_read fails."""
+
+MAX_SHOWN = 500
+"""Most characters of a file's own text in an error. Chosen by hand, no test depends on it."""
 
 
 def read_text(path: str | Path) -> str:
@@ -50,24 +53,64 @@ def read_text(path: str | Path) -> str:
         ) from None
 
 
-def parse(text: str, where: str) -> dict[str, Any]:
-    """JSON text to a dict; `where` names the file.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of a file, and what errors call the file."""
+
+    text: str
+    where: str
+
+    def convert(self, value: Any, kind: Any, part: str = "") -> Any:
+        """A part of the data as its type.
+
+        Args:
+            value: Plain data.
+            kind: The type.
+            part: What it is (`inputs['params/w']`), "" for the whole.
+
+        Raises:
+            TableError: If it is not of that type.
+        """
+        try:
+            return msgspec.convert(value, kind)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise self.error(str(error) or "nested too deeply", part) from None
+
+    def error(self, fault: str, part: str = "") -> TableError:
+        """The error for a part of the data: the file, the fault, the part and its line."""
+        key = part.partition("['")[2].rpartition("']")[0] if part.endswith("']") else part
+        at = f" at {shown(part)}" if part else ""
+        return TableError(
+            f"{self.where}: is no spec table: {shown(fault)}{at}{self.line_of(key)}. Mend it, or "
+            f"restore it from version control."
+        )
+
+    def line_of(self, key: str) -> str:
+        """Where a key first stands in the text, for people: one leaf has one line."""
+        quoted = f"{json.dumps(key, ensure_ascii=False)}:"
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if line.lstrip().startswith(quoted):
+                return f" (line {number})"
+        return ""
+
+
+def parse(source: Source) -> dict[str, Any]:
+    """JSON text to a dict.
 
     Raises:
         TableError: If it is no JSON object, or has a key twice in one object.
     """
+    where = source.where
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            twice = _first_repeated([key for key, _ in pairs])
             raise TableError(
-                f"{where}: has {shown(twice)!r} twice in one object{_line(text, twice)}, perhaps "
-                f"after a merge. "
-                f"Keep one."
+                f"{where}: has {shown(twice)!r} twice in one object{source.line_of(twice)}, "
+                f"perhaps after a merge. Keep one."
             )
-        return found
+        return fields
 
     def no_number(name: str) -> Any:
         raise TableError(
@@ -75,8 +118,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
         )
 
     try:
-        found = json.loads(text, object_pairs_hook=once, parse_constant=no_number)
-        text.encode("utf-8")
+        data = json.loads(source.text, object_pairs_hook=unique, parse_constant=no_number)
+        source.text.encode("utf-8")
     except RecursionError:
         raise TableError(
             f"{where}: is no spec table: it is nested too deeply. Check the path."
@@ -84,68 +127,27 @@ def parse(text: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise TableError(
             f"{where}: is no JSON ({error.msg} in line {error.lineno} column {error.colno}), "
-            f"perhaps cut short. "
-            f"Restore it from version control."
+            f"perhaps cut short. Restore it from version control."
         ) from None
     except ValueError as error:  # a number of thousands of digits
         raise TableError(
             f"{where}: is no spec table: {error}. Restore it from version control."
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise TableError(
-            f"{where}: is no spec table: Expected `object`, got a JSON {type(found).__name__}. "
+            f"{where}: is no spec table: Expected `object`, got a JSON {type(data).__name__}. "
             f"Check the path."
         )
-    return found
+    return data
 
 
-def convert(value: Any, kind: Any, where: str, place: str, text: str) -> Any:
-    """A part of a table as its type.
-
-    Args:
-        value: Plain data.
-        kind: The type.
-        where: The file.
-        place: The part (`inputs['params/w']`).
-        text: The file's text, in which the line of the part is looked up.
-
-    Raises:
-        TableError: If the part is not of that type.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise refusal(str(error) or "nested too deeply", where, place, text) from None
-
-
-def refusal(why: str, where: str, place: str, text: str) -> TableError:
-    """The error for a part of a table: the file, the line, the part, and why."""
-    key = place.partition("['")[2].rpartition("']")[0] if place.endswith("']") else place
-    at = f" at {shown(place)}" if place else ""
-    return TableError(
-        f"{where}: is no spec table: {shown(why)}{at}{_line(text, key)}. Mend it, or restore it "
-        f"from version control."
-    )
-
-
-def _line(text: str, key: str) -> str:
-    """Where a key first stands in the text, for people: one leaf has one line."""
-    quoted = f"{json.dumps(key, ensure_ascii=False)}:"
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith(quoted):
-            return f" (line {number})"
+def _first_repeated(keys: list[str]) -> str:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
     return ""
-
-
-def shown(value: object) -> str:
-    r"""Text that is safe to print: what a terminal would act on is escaped, and very long text is
-    cut.
-
-    >>> shown("w" + chr(27) + "[31m")
-    'w\\x1b[31m'
-    """
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
-    return text if len(text) <= 500 else f"{text[:500]}..."
 
 
 def object_at(data: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
@@ -154,8 +156,19 @@ def object_at(data: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     Raises:
         TableError: If it is missing or something else.
     """
+    source = Source("", where)
     if name not in data:
-        raise refusal(f"Object missing required field `{name}`", where, "", "")
+        raise source.error(f"Object missing required field `{name}`")
     if not isinstance(data[name], dict):
-        raise refusal(f"Expected `object`, got `{type(data[name]).__name__}`", where, name, "")
+        raise source.error(f"Expected `object`, got `{type(data[name]).__name__}`", name)
     return dict(data[name])
+
+
+def shown(value: object) -> str:
+    r"""Text that is safe to print, cut where it is very long.
+
+    >>> shown("w" + chr(27) + "[31m")
+    'w\\x1b[31m'
+    """
+    text = printable(str(value))
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

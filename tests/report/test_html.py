@@ -17,7 +17,8 @@ import autoshard
 from autoshard.cli.tables import report
 from autoshard.report.html import leaf_bytes, report_html, shard_bytes, summary
 from autoshard.report.svg import mesh_svg
-from autoshard.table.spec_table import Leaf, SpecTable
+from autoshard.table.schema import Leaf
+from autoshard.table.spec_table import SpecTable
 from tests.models import decoder_args, decoder_step
 
 BROWSER = next(

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.table.check import Finding, check, mesh_of
 from autoshard.table.diff import diff_text
-from autoshard.table.spec_table import SpecTable, spec_text
+from autoshard.table.spec_entry import spec_text
+from autoshard.table.spec_table import SpecTable
 
 ROOT = Path(__file__).parents[2]
 MESH = "data=4,model=2"
