@@ -41,8 +41,9 @@ class LocalSearch:
                 self._step(bests, going, partial(neighbours, self._space, axis=axis))
             stuck = [i for i in going if bests[i] is before[i]]
             self._step(bests, stuck, partial(exchanges, self._space))
+            improved = [i for i in going if bests[i] is not before[i]]
             # Two that meet go on as one.
-            going = [i for i in going if bests[i] is not before[i] and bests[i] not in bests[:i]]
+            going = [i for i in improved if bests[i] not in bests[:i]]
             if not going:
                 break
         return bests

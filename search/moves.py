@@ -128,8 +128,9 @@ def _with_rule_moved(
             continue
         without = tuple(other for other in lists[i] if other != rule)
         plain = plain_rules(lists[j])
+        others = lists[j][len(plain) :]
         yield _with_lists(lists, {i: without, j: (moved, *lists[j])})
-        yield _with_lists(lists, {i: without, j: (*plain, moved, *lists[j][len(plain) :])})
+        yield _with_lists(lists, {i: without, j: (*plain, moved, *others)})
 
 
 def _with_lists(lists: Lists, changed: Mapping[int, RuleList]) -> Lists:

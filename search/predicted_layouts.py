@@ -112,7 +112,9 @@ class PredictedLayouts:
 
     def _new(self, keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
         """Position of each key that was not predicted before, up to the limit."""
-        left = len(keys) if self._at_most is None else max(0, self._at_most - len(self._by_key))
+        left = len(keys)
+        if self._at_most is not None:
+            left = max(0, self._at_most - len(self._by_key))
         new: dict[tuple[int, ...], int] = {}
         for position, key in enumerate(keys):
             if key not in self._by_key and key not in new and len(new) < left:

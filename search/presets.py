@@ -172,7 +172,8 @@ def _batch(usage: _Usage) -> int | None:
     candidates = [axis for axis in usage.of_data - usage.of_parameters if usage.is_divided(axis)]
 
     def rank(axis: int) -> tuple[int, int, int]:
-        dims = [usage.of(value).index(axis) for value in usage.data if axis in usage.of(value)]
+        of_leaves = [usage.of(leaf) for leaf in usage.data]
+        dims = [logical_axes.index(axis) for logical_axes in of_leaves if axis in logical_axes]
         return min(dims), -usage.activation_bytes[axis], axis
 
     return min(candidates, key=rank, default=None)
@@ -213,18 +214,23 @@ def _cover(
         values: To cover.
         prefer: Decides between logical axes that cover as many bytes; the larger is first.
     """
+    allowed = set(logical_axes)
     uncovered = [value for value in values if value.shape]
     cover: list[int] = []
-    while True:
-        gain_bytes: Counter[int] = Counter()
-        for value in uncovered:
-            for axis in set(usage.of(value)) & set(logical_axes):
-                gain_bytes[axis] += value.bytes
-        if not gain_bytes:
-            return cover
+    while gain_bytes := _bytes_of(usage, uncovered, allowed):
         best = max(gain_bytes, key=lambda axis: (gain_bytes[axis], prefer.get(axis, 0), -axis))
         cover.append(best)
         uncovered = [value for value in uncovered if best not in usage.of(value)]
+    return cover
+
+
+def _bytes_of(usage: _Usage, values: Iterable[Value], allowed: Collection[int]) -> Counter[int]:
+    """By logical axis, of those that are allowed, bytes of the values that have it."""
+    total: Counter[int] = Counter()
+    for value in values:
+        for axis in set(usage.of(value)).intersection(allowed):
+            total[axis] += value.bytes
+    return total
 
 
 # Presets ------------------------------------------------------------------------------------------

@@ -161,9 +161,11 @@ def _predict_presets(
     Returns:
         Those that are the same effective layout as an earlier one.
     """
-    rules, names = [preset.rules for preset in named], [preset.name for preset in named]
+    rules = [preset.rules for preset in named]
+    names = [preset.name for preset in named]
+    predicted = layouts.predict(rules, names, Origin.PRESET)
     same = []
-    for preset, layout in zip(named, layouts.predict(rules, names, Origin.PRESET), strict=True):
+    for preset, layout in zip(named, predicted, strict=True):
         if layout is None:
             continue
         sampler.record(layout)

@@ -61,7 +61,9 @@ class Space:
 
     def decode(self, point: Point) -> Lists:
         """The lists of a point."""
-        order = str(point["first"]).split(",") if len(self.able) > 1 else list(self.able)
+        order = list(self.able)
+        if len(order) > 1:
+            order = str(point["first"]).split(",")
         return tuple(self._decode_list(axis, point) for axis in order)
 
     def _decode_list(self, axis: str, point: Point) -> RuleList:

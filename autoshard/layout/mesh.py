@@ -85,9 +85,8 @@ class MeshInfo:
         numbers = [getattr(device, attribute, None) or 0 for device in self.user.devices.flat]
         # [size of each mesh axis]: slice or host of each device.
         islands = np.array(numbers).reshape(self.user.devices.shape)
-        return tuple(
-            name for i, name in enumerate(self.axes) if (np.diff(islands, axis=i) != 0).any()
-        )
+        crossing = [bool(np.diff(islands, axis=i).any()) for i in range(islands.ndim)]
+        return tuple(name for name, crosses in zip(self.axes, crossing, strict=True) if crosses)
 
     def explicit_part(self, spec: Spec) -> NamedSharding:
         """The part of a sharding that jax tracks in types on this mesh: Explicit axes only."""

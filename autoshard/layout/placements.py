@@ -112,8 +112,10 @@ class Placements:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._mesh = MeshOrders(problem)
-        self.axes, self.sizes, self.orders = self._mesh.axes, self._mesh.sizes, self._mesh.orders
         self._table = SignatureTable(problem, self._mesh)
+        self.axes = self._mesh.axes
+        self.sizes = self._mesh.sizes
+        self.orders = self._mesh.orders
         self.columns = self._table.columns
         self.rows = tuple(Rows(self.columns) for _ in range(len(self.axes) + 1))
         self._lists = tuple(_RuleLists() for _ in self.axes)
@@ -181,7 +183,7 @@ class Placements:
 
     def of_rules(self, batch: Sequence[tuple[AxisRule, ...]]) -> Index:
         """[rule lists, mesh axes + 1] the rows of many rule lists."""
-        index = np.empty((len(batch), len(self.axes) + 1), dtype=np.int32)
+        index = np.empty((len(batch), len(self.rows)), dtype=np.int32)
         # [rule lists, mesh axes]: number of the rules of each mesh axis.
         lists = np.empty((len(batch), len(self.axes)), dtype=np.int32)
         by_order: dict[int, list[int]] = {}
@@ -208,7 +210,8 @@ class Placements:
         lists = self._lists[axis]
         number = lists.number(rules)
         if number is None:
-            number = lists.add(rules, self.rows[axis].add(self._row_of_rules(axis, rules)))
+            row = self._row_of_rules(axis, rules)
+            number = lists.add(rules, self.rows[axis].add(row))
         return number
 
     def _row_of_rules(self, axis: int, rules: Sequence[BoundRule]) -> Entries:
@@ -238,7 +241,8 @@ class Placements:
         """
         rows = self._table.fixed.copy()
         for axis, number in enumerate(lists.tolist()):
-            rows[axis] = self.rows[axis].array[self._lists[axis].rows[number]]
+            alone = self._lists[axis].rows[number]
+            rows[axis] = self.rows[axis].array[alone]
         meet = shared_dims(rows[:-1], rows[-1].shape) & self._table.free
         for column in np.flatnonzero(meet).tolist():
             fit = first_fit(self.problem.signatures[column], rules)
@@ -253,15 +257,18 @@ class Placements:
             order: Which mesh axis takes a dimension first, as a position in `orders`: as if the
                 rules of the first one came first, then those of the second, and so on.
         """
-        index = np.empty((len(lists), len(self.axes) + 1), dtype=np.int32)
+        index = np.empty((len(lists), len(self.rows)), dtype=np.int32)
         for axis, own_lists in enumerate(self._lists):
-            index[:, axis] = np.array(own_lists.rows, dtype=np.int32)[lists[:, axis]]
+            # [rule lists]: the row of each list of this mesh axis.
+            rows = np.array(own_lists.rows, dtype=np.int32)
+            index[:, axis] = rows[lists[:, axis]]
         index[:, -1] = self._order_rows[order]
 
         tight = self._table.tight
         # For each mesh axis [layouts, tight]: its entries where it may not divide what is left.
         entries = [own.array[:, tight][index[:, a]] for a, own in enumerate(self.rows[:-1])]
-        meet = np.flatnonzero(shared_dims(entries, (len(index), len(tight))).any(axis=1))
+        shared = shared_dims(entries, (len(index), len(tight)))
+        meet = np.flatnonzero(shared.any(axis=1))
         if len(meet):
             index[meet] = self._refit(index[meet], lists[meet], self.orders[order])
         return index
@@ -278,7 +285,8 @@ class Placements:
         # [layouts, tight, dims]: what earlier mesh axes leave of each size.
         left = np.repeat(self._table.sizes_of(tight)[None], len(index), axis=0)
         # [layouts, 1] and [1, tight]: with [layouts, tight] dimensions they address `left`.
-        layouts, columns = np.arange(len(index))[:, None], np.arange(len(tight))[None]
+        layouts = np.arange(len(index))[:, None]
+        columns = np.arange(len(tight))[None]
         for axis in order:
             axis_size = self.sizes[axis]
             splits, dims = self._splits_at(axis, index, tight)

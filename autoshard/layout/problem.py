@@ -81,10 +81,10 @@ def first_fit(
     """
     spec: list[tuple[str, ...]] = [()] * len(signature.sizes)
     left = list(signature.sizes if shard_sizes is None else shard_sizes)
-    placed: set[str] = set()
+    used: set[str] = set()
     misfits: set[str] = set()
     for rule in rules:
-        if rule.mesh_axis in placed or not _applies(rule, signature):
+        if rule.mesh_axis in used or not _applies(rule, signature):
             continue
         dims = _dims_of(rule, signature)
         fitting = [dim for dim in dims if left[dim] % rule.size == 0]
@@ -92,11 +92,11 @@ def first_fit(
             dim = fitting[-1] if rule.last else fitting[0]
             spec[dim] += (rule.mesh_axis,)
             left[dim] //= rule.size
-            placed.add(rule.mesh_axis)
+            used.add(rule.mesh_axis)
         elif dims:
             misfits.add(rule.mesh_axis)
 
-    return Fit(tuple(spec), _open_dims(spec, misfits - placed))
+    return Fit(tuple(spec), _open_dims(spec, misfits - used))
 
 
 def _open_dims(spec: Sequence[tuple[str, ...]], misfits: set[str]) -> frozenset[int]:

@@ -55,9 +55,10 @@ class MeshOrders:
         """The first order with the mesh axes of every dimension, major ones first."""
         if all(len(axes) <= 1 for axes in spec):
             return 0
-        rank = {name: place for axes in spec for place, name in enumerate(axes)}
-        by_rank = sorted(range(len(self.axes)), key=lambda a: (rank.get(self.axes[a], 0), a))
-        return self.orders.index(tuple(by_rank))
+        place_of = {name: place for axes in spec for place, name in enumerate(axes)}
+        places = [place_of.get(name, 0) for name in self.axes]
+        order = sorted(range(len(places)), key=lambda a: (places[a], a))
+        return self.orders.index(tuple(order))
 
     def order_of(self, rules: Iterable[BoundRule]) -> int | None:
         """The first order in which all logical axes take the mesh axes; None if there is none."""
@@ -163,7 +164,8 @@ class SignatureTable:
         fixed = np.full((len(self._mesh.axes) + 1, self.columns), ABSENT, dtype=np.int8)
         fixed[-1] = 0
         for value, column in self._pinned.items():
-            fixed[:, column] = self._mesh.entries(Fit(self._problem.pins[value], frozenset()))
+            pin = Fit(self._problem.pins[value], open_dims=frozenset())
+            fixed[:, column] = self._mesh.entries(pin)
         return fixed
 
     def _tight_columns(self) -> Ints:
