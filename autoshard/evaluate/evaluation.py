@@ -414,7 +414,7 @@ class Evaluation:
         Devices of the host share its memory.
         """
         mesh = self.setting.prepared.request.mesh
-        if entry.compiled is None or mesh.platform != "cpu":
+        if entry.compiled is None or not self.setting.backend.shares_host_memory:
             return ""
         need = entry.compiled.peak_bytes * math.prod(mesh.axes.values())
         there = host_bytes()
