@@ -10,11 +10,11 @@ BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """Bytes of each binary unit, smallest first (IEC 80000-13). `bytes_text` writes these only."""
 
 BYTES_OF_UNIT = {**BINARY_UNITS, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Bytes of each unit that text may use: binary ones, and the decimal ones of memory vendors (SI)."""
+"""Bytes of each unit that text may use: binary ones, and decimal ones (SI) as vendors do."""
 
 LINE_LENGTH = 300
-"""Most characters of an error's message on one line; chosen by hand, XLA's first lines may be pages
-long. No test depends on it."""
+"""Most characters of an error's message on one line: XLA's first lines may be pages long. Chosen by
+hand, no test depends on it."""
 
 _SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
 
@@ -57,7 +57,7 @@ def _three_digits(number: float) -> str:
 
 
 def printable(line: str) -> str:
-    """A line without what a terminal would act on: names in tables and programs may be anybody's."""
+    """A line in which nothing acts on a terminal: names in tables and programs are anybody's."""
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)

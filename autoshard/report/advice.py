@@ -86,12 +86,14 @@ class Advised:
         """The best prediction of an edited problem, of presets and descent from them."""
         donated = self.prepared.traced.call.donated
         predictor = Predictor(problem, self.hardware, donated, self.backend)
+        # Presets and descent take a moment; a study would take as long as the search itself.
         proposals = propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0)
         return proposals.ranked[0].prediction
 
     def gain(self, changed: Prediction) -> str:
         """What the changed program gains, as text; empty where that is less than `WORTH`."""
         plan = self.prediction
+        # The plan itself may be over the budget by prediction, and fit where it was compiled.
         fits = self.budget_bytes is None or changed.peak_bytes <= max(
             self.budget_bytes, plan.peak_bytes
         )
@@ -212,6 +214,7 @@ def separated(
     parts are picked one by one, the axis goes on in the rest.
     """
     classes = problem.logical_axes.classes
+    # Parts of size 1 are picked one by one out of a dimension of parts, others are cut out.
     picked = frozenset((f.axis, f.size) for f in fused if max(f.parts) == 1)
     cut = frozenset((f.axis, f.size) for f in fused) - picked
 
@@ -248,7 +251,7 @@ def _dims_of(
 def _passing(
     rule: ShardingRule, places: Sequence[tuple[int, ...]], dims: frozenset[int]
 ) -> ShardingRule:
-    """The rule with the permuted factors of these dimensions of its first place passed through."""
+    """The rule with the permuted factors of these dimensions of its first value passed through."""
     factors = {places[0][dim] for dim in dims}
     kinds = list(rule.kinds)
     for factor in factors:
@@ -319,6 +322,7 @@ def _odd_sizes(problem: Problem) -> dict[int, dict[int, str]]:
             if _is_odd(size, mesh_sizes) and axis not in classes.scanned:
                 bytes_of[size] += value.bytes
                 dimensions[size].setdefault(axis, f"dimension {dim} of {path}")
+
     least_bytes = WORTH * sum(leaf.bytes for leaf in problem.program.body.inputs)
     most_bytes_first = sorted(bytes_of, key=lambda size: (-bytes_of[size], size))
     return {size: dimensions[size] for size in most_bytes_first if bytes_of[size] >= least_bytes}
@@ -348,7 +352,7 @@ def _traced_at(prepared: Prepared, padding: Mapping[int, tuple[int, int]]) -> Pr
     leaves = tuple(avals)
     try:
         return prepare(prepared.request, replace(call, leaves=leaves, avals=leaves)).problem
-    except AutoshardError:
+    except AutoshardError:  # its size is written into the function, say
         return None
 
 

@@ -1,9 +1,9 @@
 """What a constraint of the forward pass states in the backward pass.
 
 The transpose of `with_sharding_constraint` is the same constraint on the cotangent. So stating a
-value's spec in the source states its cotangent's too, which an equation of the backward pass reads
-or computes; here is found which. Values correspond if they have the same dimensions (axis class and
-size), in any order.
+value's spec in the source states its cotangent's too, which some equation of the backward pass
+reads or computes; this module finds which. Values correspond if they have the same dimensions (axis
+class and size), in any order.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Cotangents:
         operands = [self.signature(value) for value in forward.inputs]
         possible = [position for position, own in enumerate(operands) if own == computed]
         cotangent = self.operands_with(backward, forward)
+        # A product has two transposes: both read the cotangent of the result, and one factor each.
         read = [
             self.signature(value)
             for position, value in enumerate(backward.inputs)
@@ -86,7 +87,7 @@ class Cotangents:
             if own:
                 left.remove(own[0])
                 carried.append(own[0][1])
-            elif dimension[1] == 1:
+            elif dimension[1] == 1:  # nothing to split
                 carried.append(None)
             else:
                 return None

@@ -32,10 +32,10 @@ from autoshard.tracing.program import Eqn, Value
 from autoshard.tracing.source_lines import source_line
 
 NOISE = 1.05
-"""Ratio of two step times up to which a slower one is said to be as fast within noise. Chosen by
-hand, as the spread of medians on a busy machine; no test depends on it."""
+"""Ratio of two step times up to which they count as equal. Chosen by hand, as the spread of medians
+on a busy machine; no test depends on it."""
 
-_Place = tuple[str, tuple[str, ...]]
+_KindAndAxes = tuple[str, tuple[str, ...]]
 """Kind of collective and mesh axes."""
 
 
@@ -111,7 +111,8 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
     gradient_bytes = _gradient_bytes(plan)
     ops: tuple[CollectiveOp, ...] = ()
     compiled_s: float | None = None
-    if plan.mesh.target is None:
+
+    if plan.mesh.target is None:  # a target's devices are not here, so it is predicted alone
         compiled = plan.compile()
         text = compiled.executable.as_text() or ""
         ops = read_collectives(text, plan.mesh.axes, by_operand=True)
@@ -120,9 +121,11 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
         rest, provenance = _compiled_memory(compiled.evidence, gradient_bytes), "compiled"
     else:
         rest, provenance = _predicted_memory(prediction, gradient_bytes), "predicted"
+
     arguments = _argument_memory(prediction)
     predicted_too = dict.fromkeys([*arguments, "gradients"], "predicted")
     winner = winner_of(plan.candidates)
+
     return Explanation(
         moved=_by_line(plan, predictor, ops),
         attributed=_attributed(ops),
@@ -166,6 +169,7 @@ def _compiled_memory(evidence: CompiledEvidence, gradient_bytes: int) -> dict[st
     """Bytes on one device beside the arguments; the compiler does not tell gradients apart."""
     return {
         "gradients": gradient_bytes,
+        # Not all gradients need be alive at once, so they may be more than all temporaries.
         "activations and other temporaries": max(evidence.temp_bytes - gradient_bytes, 0),
         "outputs that are no donated argument": evidence.output_bytes - evidence.alias_bytes,
         "peak": evidence.peak_bytes,
@@ -193,6 +197,7 @@ def _gradient_bytes(plan: BoundPlan) -> int:
     for eqn in program.body.eqns:
         for value in eqn.outputs:
             if purpose[value.index] is Purpose.GRADIENTS:
+                # Parameters of one shape and one set of axes have gradients of as many bytes.
                 last[value.shape, axes_of[value.index]] = value
     total = 0
     for leaf, group in zip(program.body.inputs, layout.problem.groups.of_input, strict=True):
@@ -281,7 +286,7 @@ def _slower(plan: BoundPlan, predictor: Predictor, candidate: Candidate, winner:
     candidate_s, winner_s, provenance = compared
     times = f"{seconds_text(candidate_s)} against {seconds_text(winner_s)} ({provenance})"
     more_s, more_bytes = _more_communication(plan, predictor, candidate, winner)
-    worst = max(more_s, key=lambda place: more_s[place], default=None)
+    worst = max(more_s, key=lambda key: more_s[key], default=None)
     if worst is not None and candidate_s > winner_s and more_s[worst] > 0:
         kind, axes = worst
         return (
@@ -306,8 +311,9 @@ def _times(candidate: Candidate, winner: Candidate) -> tuple[float, float, str] 
 
 def _more_communication(
     plan: BoundPlan, predictor: Predictor, candidate: Candidate, winner: Candidate
-) -> tuple[dict[_Place, float], dict[_Place, int]]:
+) -> tuple[dict[_KindAndAxes, float], dict[_KindAndAxes, int]]:
     """By kind and mesh axes, the seconds and the bytes that a candidate's collectives take more."""
+    # Both of one provenance: else the difference would be that of the model and the compiler.
     collectives: list[Sequence[Collective]]
     if candidate.compiled is not None and winner.compiled is not None:
         collectives = [candidate.compiled.collectives, winner.compiled.collectives]
@@ -315,14 +321,14 @@ def _more_communication(
         collectives = [
             predictor.predict(_layout_of(plan, who)).collectives for who in (candidate, winner)
         ]
-    more_s: dict[_Place, float] = defaultdict(float)
-    more_bytes: dict[_Place, int] = defaultdict(int)
+    more_s: dict[_KindAndAxes, float] = defaultdict(float)
+    more_bytes: dict[_KindAndAxes, int] = defaultdict(int)
     for sign, of_one in zip((1, -1), collectives, strict=True):
         for collective in of_one:
-            place = collective.kind, collective.axes
+            key = collective.kind, collective.axes
             seconds = summary_s(predictor.hardware, predictor.problem.mesh_axes, collective)
-            more_s[place] += sign * seconds
-            more_bytes[place] += sign * collective.bytes
+            more_s[key] += sign * seconds
+            more_bytes[key] += sign * collective.bytes
     return more_s, more_bytes
 
 

@@ -91,6 +91,7 @@ def leaf_bytes(leaf: Leaf) -> int:
 
 def shard_bytes(leaf: Leaf, axes: dict[str, int]) -> int:
     """Bytes of the shard that one device stores."""
+    # An edited table may name an axis that its mesh lacks; its page says that it is stale.
     shards = math.prod(axes.get(name, 1) for name in _mesh_axes_of(leaf))
     return leaf_bytes(leaf) // max(1, shards)
 
@@ -309,8 +310,8 @@ class _Number:
         evidence = getattr(candidate, self.provenance)
         return 0.0 if evidence is None else float(getattr(evidence, self.field))
 
-    def known(self, candidates: Iterable[Candidate]) -> bool:
-        """True if there are enough for a plot."""
+    def fills_plot(self, candidates: Iterable[Candidate]) -> bool:
+        """True if enough candidates have it."""
         return sum(getattr(candidate, self.provenance) is not None for candidate in candidates) >= 2
 
 
@@ -332,8 +333,8 @@ _COMPARED = (
 def _plots(candidates: Sequence[Candidate]) -> list[_Plot]:
     """Time against memory, and predictions against what was compiled or measured."""
     plots = []
-    time = _MEASURED_TIME if _MEASURED_TIME.known(candidates) else _PREDICTED_TIME
-    memory = _COMPILED_PEAK if _COMPILED_PEAK.known(candidates) else _PREDICTED_PEAK
+    time = _MEASURED_TIME if _MEASURED_TIME.fills_plot(candidates) else _PREDICTED_TIME
+    memory = _COMPILED_PEAK if _COMPILED_PEAK.fills_plot(candidates) else _PREDICTED_PEAK
     points = _points(candidates, memory, time)
     if len(points) >= 2:
         x = AxisName(f"peak a device, {memory.provenance}", bytes_text)

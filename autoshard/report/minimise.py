@@ -231,6 +231,7 @@ class _Programs:
 
     def evidence(self, some: Sequence[SourceConstraint]) -> CompiledEvidence:
         """The compiled program with these constraints."""
+        # In one order, so that a set is compiled once whichever way it was put together.
         key = tuple(sorted(some, key=self._order.index))
         if key not in self._evidence:
             built = build(self._traced, self._layout, self._mesh, as_constraints(key))
@@ -254,6 +255,7 @@ def fewest(items: Sequence[T], enough: Callable[[Sequence[T]], bool]) -> list[T]
         length = _shortest_prefix(left, _beside(list(needed), enough))
         needed.append(left[length - 1])
         left = left[: length - 1]
+    # What was needed beside others may not be needed any more beside later ones.
     for item in list(needed):
         without = [other for other in needed if other is not item]
         if enough(without):

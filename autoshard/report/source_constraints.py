@@ -192,6 +192,7 @@ class _AnchorConstraints:
         for position, specs in self.constraints.eqns[group.first.index].results.items():
             value = group.first.outputs[position]
             whole = self._value_of_expression(group) if position == 0 else None
+            # One spec alone is the result's own: it is computed in it.
             for step, spec in enumerate(specs, 2 - len(specs)):
                 own_spec = None
                 if whole is not None:
@@ -201,7 +202,7 @@ class _AnchorConstraints:
                     what="result" if step else "result as computed",
                     primitive=group.first.primitive,
                     shape=value.shape,
-                    spec=own_spec or spec,  # an empty one says no more than what is stated
+                    spec=own_spec or spec,  # an empty one states no more
                     expression=None if own_spec is None else expression,
                     traced=tuple(self._traced_results(group, position, step, spec)),
                     in_loop=group.first.index in self.equations.looped,
@@ -293,6 +294,7 @@ def _at_carries(equations: _Equations, constraints: Constraints) -> Iterator[Sou
         for position, spec in specs.items():
             value = body.outputs[position]
             traced = TracedConstraint(index, Kind.BODY_OUTPUT, position, spec, body=number)
+            # A loop in a helper that is called for each layer is one expression.
             meaning = (equations.spans_of(eqn)[:1], equations.cotangents.signature(value), spec)
             if meaning in by_meaning:
                 same = by_meaning[meaning]

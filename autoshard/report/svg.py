@@ -137,6 +137,7 @@ class _LogAxis:
 
     def ticks(self, text: _Text) -> list[_Tick]:
         """Four places, evenly apart and away from the ends."""
+        # By eye: a tick at the very end would have its text cut off.
         low = self.low * (self.high / self.low) ** 0.06
         high = self.high / (self.high / self.low) ** 0.06
         values = [low * (high / low) ** (i / 3) for i in range(4)]
@@ -243,7 +244,7 @@ def _labels(points: Sequence[Point], across: _LogAxis, up: _LogAxis) -> list[_La
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """The values' range with a margin, which equal values need to have a range at all."""
     low, high = min(values), max(values)
-    margin = max((high / low) ** 0.08, 1.06)
+    margin = max((high / low) ** 0.08, 1.06)  # by eye
     return low / margin, high * margin
 
 

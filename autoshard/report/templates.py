@@ -39,13 +39,14 @@ def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
+    # Runs before escaping; markup is made of harmless parts already.
     def finalize(value: object) -> str:
         return value if isinstance(value, Markup) else printable(str(value))
 
     return Environment(
         loader=PackageLoader("autoshard.report"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a name that a template misspells is an error, not ""
         finalize=finalize,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -71,9 +71,9 @@ class _Collected:
     def add(self, traced: TracedConstraint) -> None:
         """Adds one."""
         if traced.kind is Kind.OPERAND:
-            place = traced.eqn, traced.position
-            if traced.step <= self.operand_steps.get(place, traced.step):
-                self.operand_steps[place] = traced.step
+            operand = traced.eqn, traced.position
+            if traced.step <= self.operand_steps.get(operand, traced.step):
+                self.operand_steps[operand] = traced.step
                 self.operands[traced.eqn][traced.position] = traced.spec
         elif traced.kind is Kind.OPERAND_BEFORE_RESHARD:
             self.before_reshard[traced.eqn][traced.position] = traced.spec

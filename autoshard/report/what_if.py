@@ -137,7 +137,7 @@ def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = Non
     for index, disallowed in pinned.disallowed.items():
         signature = layout.problem.value_signature(program.values[index])
         specs[index] = first_fit(signature._replace(disallowed=disallowed), layout.bound).spec
-    before, after = _leaves(plan, hardware).predict([{}, specs])
+    before, after = _leaves(plan, hardware).predict([{}, specs])  # without change: the plan
     problem = replace(layout.problem, pins={**layout.problem.pins, **specs})
     return WhatIf(plan, pins, replace(layout, problem=problem), before, after)
 
@@ -155,6 +155,7 @@ def explain_leaf(
     value = _argument_leaf(plan, path)
     chosen_spec = plan.layout.fit(value).spec
     specs = _other_specs(value, plan.layout.problem.mesh_axes, chosen_spec)
+
     alike = [leaf.index for leaf in _alike(plan, value)]
     changes = [dict.fromkeys(alike, spec) for spec in specs]
     plan_prediction, *predictions = _leaves(plan, hardware).predict([{}, *changes])
@@ -162,6 +163,7 @@ def explain_leaf(
         Alternative(to_partition_spec(spec), prediction)
         for spec, prediction in zip(specs, predictions, strict=True)
     ]
+
     others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
     chosen = Alternative(to_partition_spec(chosen_spec), plan_prediction)
     rules = _splitting_rules(plan.layout, value, chosen_spec)
@@ -206,6 +208,7 @@ class Leaves:
             hardware: As for `explain`.
         """
         layout, body = plan.layout, plan.traced.program.body
+        # Pinned to the spec that it has anyway, since pinned values have columns of their own.
         specs = {leaf.index: layout.fit(leaf).spec for leaf in (*body.inputs, *body.outputs)}
         problem = replace(layout.problem, pins={**specs, **layout.problem.pins}, disallowed={})
         self._predictor = predictor_for(plan, hardware, problem)
@@ -248,7 +251,11 @@ def predictor_for(
 
 
 def _alike(plan: BoundPlan, value: Value) -> Iterator[Value]:
-    """A leaf, its optimizer state (same shape and axes), and the outputs they are carried in."""
+    """A leaf, its optimizer state (same shape and axes), and the outputs they are carried in.
+
+    State that is laid out differently is resharded at each update; that would be counted as a cost
+    of the leaf's spec.
+    """
     program, problem = plan.traced.program, plan.layout.problem
     axes_of = problem.logical_axes.classes.of_value
     alike = {value.index}

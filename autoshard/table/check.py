@@ -203,6 +203,7 @@ def _rules(table: SpecTable, prepared: Prepared) -> Iterator[Finding]:
     try:
         rebind_table(table, prepared)
     except (RuleError, SpecError, TableError) as error:
+        # Axes that the mesh lacks are a finding of their own.
         if table.mesh.axes.keys() <= prepared.request.mesh.axes.keys():
             yield Finding("rules", " ".join(str(error).split()))
 

@@ -60,7 +60,7 @@ def logical_rules(
                 name = f"{logical_axis}:{'+'.join(axes) or 'whole'}"
             rules[name] = axes
             names[path].append(name)
-    ranks: dict[str, int] = {}
+    ranks: dict[str, int] = {}  # of logical axes, by the first rule that names them
     for rank, rule in enumerate(order):
         ranks.setdefault(rule.split("->")[0].strip(), rank)
 
@@ -78,6 +78,7 @@ def _usual_axes(leaves: Mapping[str, Leaf]) -> dict[str, Axes]:
         for logical_axis, axes in _dims(leaf):
             counts.setdefault(logical_axis, Counter())[axes] += 1
     usual = {}
+    # A split comes before no split, so that the plain name is of use in the other library.
     for logical_axis, of_axis in counts.items():
         split_first = [(bool(axes), count, axes) for axes, count in of_axis.items()]
         usual[logical_axis] = max(split_first)[2]

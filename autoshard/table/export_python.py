@@ -56,6 +56,7 @@ def python_text(table: SpecTable) -> str:
 
 
 def _docstring(text: str) -> str:
+    # A name may hold quotes and line breaks: nothing in it ends the docstring.
     safe = "".join(c if c == "\n" or c.isprintable() else " " for c in text)
     return '"""' + safe.replace("\\", "\\\\").replace('"', "'") + '"""\n'
 
@@ -127,8 +128,8 @@ def regex_rules(specs: Mapping[str, str]) -> list[tuple[str, str]]:
     cover.ends.sort(key=lambda rule: -rule[0].count("/"))  # longer ends are exceptions of shorter
     rules = cover.single + cover.ends
     for path, spec in specs.items():
-        first = next((given for pattern, given in rules if re.search(pattern, path)), None)
-        assert first == spec, (path, first, spec)
+        matched = next((its for pattern, its in rules if re.search(pattern, path)), None)
+        assert matched == spec, (path, matched, spec)
     return rules
 
 
@@ -152,7 +153,10 @@ class _Cover:
                 self.add(members, length + 1)
 
     def _agree(self, members: Sequence[str], length: int) -> bool:
-        """True if the members have one spec but for one of them, or have no longer ends."""
+        """True if the members have one spec but for one of them, or have no longer ends.
+
+        A single exception is a shorter rule than a longer end for each of the others.
+        """
         _, count = self._most_common(members)
         return len(members) - count <= 1 or all(len(p.split("/")) <= length for p in members)
 

@@ -29,6 +29,7 @@ def table_of(plan: BoundPlan) -> SpecTable:
         inputs[path] = msgspec.structs.replace(inputs[path], group=group.value)
     outputs = _leaves(plan, program.output_paths, program.body.outputs, layout.output_specs())
     as_outputs = {path: as_output(leaf) for path, leaf in inputs.items()}
+
     carried = {program.output_paths[o]: program.input_paths[i] for i, o in plan.carry}
     table = SpecTable(
         function=program.name,
@@ -41,6 +42,7 @@ def table_of(plan: BoundPlan) -> SpecTable:
         outputs_like=likenesses(outputs, as_outputs, carried),
         evidence=Evidence(program.fingerprint, str(plan.verified), {}),
     )
+    # The checksum is of what the plan is, so the evidence that holds it comes last.
     return msgspec.structs.replace(table, evidence=_evidence(plan, table.checksum()))
 
 
@@ -51,10 +53,10 @@ def _leaves(
     logical_axes = plan.layout.problem.logical_axes
     leaves = {}
     for path, value, spec in zip(paths, values, specs, strict=True):
-        names: list[str | None] = []
-        for logical_axis in logical_axes.of_value[value.index]:
-            known = logical_axis != NO_AXIS
-            names.append(logical_axes.axes[logical_axis].name if known else None)
+        names = [
+            None if logical_axis == NO_AXIS else logical_axes.axes[logical_axis].name
+            for logical_axis in logical_axes.of_value[value.index]
+        ]
         leaves[path] = Leaf(list(value.shape), value.dtype, spec_to_entry(spec), names)
     return sorted_by_path(leaves)
 
@@ -73,6 +75,7 @@ def _inside(plan: BoundPlan) -> list[ConstraintEntry]:
 
 def _evidence(plan: BoundPlan, checksum: str) -> Evidence:
     program, mesh = plan.traced.program, plan.mesh
+    # Predictions alone can be made again, and a search makes thousands.
     candidates = [c for c in plan.candidates if c.status is not Status.PREDICTED]
     return Evidence(
         checksum=checksum,

@@ -183,6 +183,7 @@ _Tokens = tuple[str, ...]
 
 
 def _tokens(path: str) -> _Tokens:
+    # A `*` of the path's own would stand for numbers, so such a path does not fold.
     return (path,) if "*" in path else tuple(_DIGITS.split(path))
 
 
@@ -229,6 +230,7 @@ class _Folding(Generic[T]):
         touched: set[_Tokens] = set()
         for group in self._groups():
             members = {tokens for _, tokens in group.members}
+            # What folded in this round is gone from the groups, which are of its beginning.
             if group.template not in self._lines and members.isdisjoint(touched):
                 touched |= members
                 self._fold_group(group)

@@ -35,6 +35,7 @@ def read_table(text: str, where: str) -> TableData:
     source = Source(text, where)
     written = parse(source)
     data = to_current(written, where)
+    # Leaf by leaf, so that an error names the leaf and its line; then the rest of the file.
     inputs, outputs = (
         _read_leaves(side, object_at(data, side, where), source) for side in ("inputs", "outputs")
     )

@@ -3,7 +3,7 @@
 The same mesh and shapes give exactly the table's specs. Under other axis sizes, for a model of
 another width or with more layers of the same kind, specs come from the rules, and what the user had
 pinned stays pinned where it divides; the table's numbers are then stale. A logical axis is found by
-the leaves that have it, so it may be called otherwise here.
+the leaves that have it, so it may have another name here.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def rebind_table(table: SpecTable, prepared: Prepared) -> BoundTable:
     rules = tuple(_renamed(AxisRule.parse(text), names) for text in table.rules)
     stale = tuple(_stale(table, prepared, gone, new))
     pins, dropped = _pins(table, prepared, rules)
+    # Pins of this call come before those of the table.
     problem = replace(prepared.problem, pins=pins | dict(prepared.problem.pins))
     layout = Layout(problem, rules, table.constraints == "anchors")
     return BoundTable(layout, stale, (*_notes(table, names, stale), *dropped))
@@ -111,6 +112,7 @@ def logical_axis_names(table: SpecTable, prepared: Prepared) -> dict[str, str]:
     votes: dict[str, Counter[str]] = {}
     for path, value in zip(program.input_paths, program.body.inputs, strict=True):
         leaf = table.inputs.get(path)
+        # The leaf may have another rank here, and a table of schema 1 knows no logical axes.
         if leaf is None or len(leaf.logical_axes) != len(value.shape):
             continue
         here = logical_axes.of_value[value.index]
@@ -149,7 +151,7 @@ def _stale(
 
 
 def _same_jax(table: SpecTable) -> bool:
-    """True if fingerprints can be compared: another jax may trace the same code otherwise."""
+    """True if fingerprints can be compared: another jax may trace the same code differently."""
     return table.versions.get("jax") == jax.__version__
 
 

@@ -119,7 +119,7 @@ def parse(source: Source) -> dict[str, Any]:
 
     try:
         data = json.loads(source.text, object_pairs_hook=unique, parse_constant=no_number)
-        source.text.encode("utf-8")
+        source.text.encode("utf-8")  # half a surrogate is text to Python, and to nobody else
     except RecursionError:
         raise TableError(
             f"{where}: is no spec table: it is nested too deeply. Check the path."

@@ -21,6 +21,7 @@ it."""
 def write_table(table: TableData) -> str:
     """The text of the file."""
     inputs = {path: as_output(leaf) for path, leaf in table.inputs.items()}
+    # An edit by program may have taken leaves away; then the subtrees are not alike any more.
     likes = {
         prefix: source
         for prefix, source in table.outputs_like.items()
@@ -45,7 +46,7 @@ def write_table(table: TableData) -> str:
 def _outputs_unlike(
     outputs: Mapping[str, Leaf], likes: Mapping[str, str], inputs: Mapping[str, Leaf]
 ) -> dict[str, Leaf]:
-    """Outputs that are not said already by being like an argument."""
+    """Outputs that differ from the argument that they are like, or are like none."""
     return {
         path: leaf
         for path, leaf in outputs.items()
