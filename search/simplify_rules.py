@@ -45,20 +45,20 @@ class RuleSimplifier:
         Later rules go first, each that states nothing.
         """
         rules = layout.rules
-        (wanted,) = self._statements([rules], layout.inside)
+        (wanted,) = self._stated_shardings([rules], layout.inside)
         end = len(rules)
         while end:
             # Rules from `end` on were needed with the one just dropped, which states nothing.
             fewer = [rules[:i] + rules[i + 1 :] for i in range(end)]
-            statements = self._statements(fewer, layout.inside)
-            idle = [i for i, stated in enumerate(statements) if stated == wanted]
+            shardings = self._stated_shardings(fewer, layout.inside)
+            idle = [i for i, stated in enumerate(shardings) if stated == wanted]
             if not idle:
                 break
             end = idle[-1]
             rules = fewer[end]
         return replace(layout, rules=rules)
 
-    def _statements(self, batch: list[tuple[AxisRule, ...]], inside: bool) -> list[bytes]:
+    def _stated_shardings(self, batch: list[tuple[AxisRule, ...]], inside: bool) -> list[bytes]:
         """What each rule list states to the compiler, equal where the compiled program is."""
         index = self._placements.of_rules(batch)
         columns = self._stated_columns[inside]
@@ -69,5 +69,5 @@ class RuleSimplifier:
         # The order of the mesh axes counts only where two share a dimension.
         order = np.where(shared_dims(axes, order.shape), order, 0)
         # [rule lists, mesh axes + 1, stated columns].
-        statements = np.stack([*axes, order], axis=1)
-        return [statement.tobytes() for statement in statements]
+        shardings = np.stack([*axes, order], axis=1)
+        return [sharding.tobytes() for sharding in shardings]

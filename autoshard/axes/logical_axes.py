@@ -235,7 +235,7 @@ def _names(
         else:
             candidates.append([f"axis{axis_class}"])
             witnesses.append("a body input")
-    return _made_unique(candidates), witnesses
+    return _unique(candidates), witnesses
 
 
 def _names_of_leaf(path: str, dim: int) -> list[str]:
@@ -274,7 +274,7 @@ def _first_result_dims(classes: AxisClasses) -> dict[int, tuple[Eqn, Value, int]
     return result_dims
 
 
-def _made_unique(candidates: list[list[str]]) -> list[str]:
+def _unique(candidates: list[list[str]]) -> list[str]:
     """Of each list of candidates the shortest name that no other list shares.
 
     Names that are still repeated when the candidates run out are numbered.

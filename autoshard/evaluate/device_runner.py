@@ -70,9 +70,9 @@ class DeviceRunner:
         """
         mesh = self.prepared.request.mesh
         built = built or build(self.prepared.traced, layout, mesh)
-        found = compile_built(built, mesh, compiler_options=self.compiler_options, time_of=time_of)
-        self.compiled[key] = found
-        return found
+        options = self.compiler_options
+        self.compiled[key] = compile_built(built, mesh, compiler_options=options, time_of=time_of)
+        return self.compiled[key]
 
     def forget(self, key: str) -> None:
         """Drops what was compiled."""
@@ -152,8 +152,7 @@ class DeviceRunner:
     ) -> Compared:
         leaves: list[Any] = []
         self.peers.run_on_all(lambda: leaves.extend(inputs.place(compiled.built.in_shardings)))
-        found, agrees = reference.compare(compiled.executable(*leaves))
-        return Compared(found, agrees)
+        return Compared(*reference.compare(compiled.executable(*leaves)))
 
     def _sync(self) -> None:
         """Makes devices of several processes wait for each other."""

@@ -1,8 +1,8 @@
-"""Inputs for verifying and measuring: the person's arrays (copied, never donated) or arrays made
+"""Inputs for verifying and measuring: the user's arrays (copied, never donated) or arrays generated
 here, shard by shard.
 
-Made floats are uniform in [0.01, 0.11) (positive, so that square roots of second moments and
-logarithms stay finite); made integers are uniform in [0, bound), where bound is the smallest
+Generated floats are uniform in [0.01, 0.11) (positive, so that square roots of second moments and
+logarithms stay finite); generated integers are uniform in [0, bound), where bound is the smallest
 dimension that the program indexes with integers, so that look-ups stay in range. Values depend on
 the leaf and the global position only, so every layout gets the same.
 """
@@ -32,19 +32,19 @@ class Inputs:
 
     Attributes:
         call: The call.
-        integer_bound: Made integers are below this.
+        integer_bound: Generated integers are below this.
     """
 
     call: Call
     integer_bound: int
 
     @property
-    def made(self) -> bool:
-        """True if some leaf is abstract, so that its values are made here."""
+    def generated(self) -> bool:
+        """True if some leaf is abstract, so that its values are generated here."""
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self.call.leaves)
 
     def place(self, shardings: Sequence[Sharding]) -> list[jax.Array]:
-        """Fresh arrays with these shardings; the person's own arrays are never handed out.
+        """Fresh arrays with these shardings; the user's own arrays are never handed out.
 
         Arrays that several processes have parts of are moved by all of them: they must all come
         here.
@@ -109,7 +109,7 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
 
 
 def inputs_for(call: Call, program: Program) -> Inputs:
-    """Inputs of a call; see the module's docstring for what is made where leaves are abstract."""
+    """Inputs of a call; see the module's docstring for what is generated where leaves are abstract."""
     sizes = []
     for eqn in program.eqns:
         if eqn.primitive not in INDEXING:

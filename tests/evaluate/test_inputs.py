@@ -40,7 +40,7 @@ KINDS = [np.float32, jnp.bfloat16, np.float16, np.int32, np.uint8, np.bool_, jnp
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda d: np.dtype(d).name)
 def test_made_values_do_not_depend_on_the_layout(dtype: Any) -> None:
     made = inputs_of(lambda x, y: (x, y), array(16, 8, dtype=dtype), array(16, 8, dtype=dtype))
-    assert made.made
+    assert made.generated
     first = [host(leaf) for leaf in made.place([shardings()[0]] * 2)]
     for sharding in shardings()[1:]:
         for leaf, want in zip(made.place([sharding] * 2), first, strict=True):
