@@ -74,12 +74,12 @@ class Axes:
         self, fn: Callable[..., Any], *args: Any, carry: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.program = traced(fn, *args).program
-        self.found: AxisClasses = axis_classes(self.program, carry)
+        self.classes: AxisClasses = axis_classes(self.program, carry)
 
     def __getitem__(self, path: str) -> tuple[int, ...]:
         names = (*self.program.input_paths, *self.program.output_paths)
         values = (*self.program.body.inputs, *self.program.body.outputs)
-        return self.found.of_value[values[names.index(path)].index]
+        return self.classes.of_value[values[names.index(path)].index]
 
 
 __all__ = ["NO_AXIS", "Axes", "array", "call_of", "layout_of", "mesh_of", "prepared", "traced"]

@@ -88,42 +88,34 @@ def test_in_a_forward_pass_parameters_are_what_has_no_batch() -> None:
     assert list(groups.values()) == [DATA, PARAMETER, PARAMETER]
 
 
+def decode_step(params: Any, cache: Any, token: jax.Array, position: jax.Array) -> Any:
+    x = params["emb"][token]
+    q, new_k, new_v = (jnp.einsum("bd,dhk->bhk", x, params[n]) for n in ("q", "k", "v"))
+    keys = jax.lax.dynamic_update_slice(cache["k"], new_k[:, None], (0, position, 0, 0))
+    values = jax.lax.dynamic_update_slice(cache["v"], new_v[:, None], (0, position, 0, 0))
+    weights = jax.nn.softmax(jnp.einsum("bhk,bshk->bhs", q, keys))
+    x = x + jnp.einsum("bhs,bshk,hkd->bd", weights, values, params["o"])
+    return x @ params["emb"].T, {"k": keys, "v": values}
+
+
 def test_a_decode_step_has_a_cache_and_parameters() -> None:
     batch, length, heads, k, d, vocab = 16, 32, 4, 8, 32, 64
-
-    def decode(params: Any, cache: Any, token: jax.Array, position: jax.Array) -> Any:
-        x = params["emb"][token]
-        q, new_k, new_v = (jnp.einsum("bd,dhk->bhk", x, params[n]) for n in ("q", "k", "v"))
-        keys = jax.lax.dynamic_update_slice(cache["k"], new_k[:, None], (0, position, 0, 0))
-        values = jax.lax.dynamic_update_slice(cache["v"], new_v[:, None], (0, position, 0, 0))
-        weights = jax.nn.softmax(jnp.einsum("bhk,bshk->bhs", q, keys))
-        x = x + jnp.einsum("bhs,bshk,hkd->bd", weights, values, params["o"])
-        return x @ params["emb"].T, {"k": keys, "v": values}
-
-    params = {
-        "emb": array(vocab, d),
-        "o": array(heads, k, d),
-        **{n: array(d, heads, k) for n in "qkv"},
-    }
-    cache = {n: array(batch, length, heads, k) for n in "kv"}
+    projections = {name: array(d, heads, k) for name in "qkv"}
+    params = {"emb": array(vocab, d), "o": array(heads, k, d), **projections}
+    cache = {name: array(batch, length, heads, k) for name in "kv"}
     token, position = array(batch, dtype=np.int32), array(dtype=np.int32)
     made = prepared(
-        decode, (params, cache, token, position), mesh_of(data=4, model=2), donate_argnums=1
+        decode_step, (params, cache, token, position), mesh_of(data=4, model=2), donate_argnums=1
     )
-    assert {made.traced.program.input_paths[i] for i, _ in made.carry} == {"cache/k", "cache/v"}
-    logical_axes, program = made.problem.logical_axes, made.traced.program
+    program, logical_axes = made.traced.program, made.problem.logical_axes
+    assert {program.input_paths[i] for i, _ in made.carry} == {"cache/k", "cache/v"}
     groups = dict(zip(program.input_paths, made.problem.groups.of_input, strict=True))
     assert under(groups, "params") == {PARAMETER}
     assert under(groups, "cache") == {DATA}
-    specs = dict(
-        zip(
-            program.input_paths,
-            (logical_axes.of_value[v.index] for v in program.body.inputs),
-            strict=True,
-        )
-    )
-    assert specs["cache/k"][0] == specs["token"][0], "the batch"
-    assert specs["cache/k"][2] == specs["params/q"][1], "the heads"
+    dims = [logical_axes.of_value[value.index] for value in program.body.inputs]
+    axes = dict(zip(program.input_paths, dims, strict=True))
+    assert axes["cache/k"][0] == axes["token"][0], "the batch"
+    assert axes["cache/k"][2] == axes["params/q"][1], "the heads"
 
 
 def lora_step(adapters: Any, base: Any, x: jax.Array, y: jax.Array) -> Any:
@@ -178,9 +170,13 @@ def forward(params: Any, x: jax.Array) -> jax.Array:
 
 
 FORWARD = {
-    "scale": array(32), "o": array(4, 8, 32), "up": array(32, 64), "down": array(64, 32), "head": array(32, 128),
-    **{n: array(32, 4, 8) for n in "qkv"},
-}  # fmt: skip
+    **{name: array(32, 4, 8) for name in "qkv"},
+    "o": array(4, 8, 32),
+    "up": array(32, 64),
+    "down": array(64, 32),
+    "head": array(32, 128),
+    "scale": array(32),
+}
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 32), (1, 16, 32), (1, 1, 32)])
@@ -192,8 +188,8 @@ def test_a_forward_pass_at_any_batch(shape: tuple[int, ...]) -> None:
 
 def test_gradients_in_another_structure() -> None:
     def grads(params: Any, x: jax.Array) -> Any:
-        found = jax.grad(lambda p: forward(p, x).mean())(params)
-        return list(found.values()), sum(jnp.sum(g**2) for g in found.values())
+        gradients = jax.grad(lambda p: forward(p, x).mean())(params)
+        return list(gradients.values()), sum(jnp.sum(g**2) for g in gradients.values())
 
     groups = groups_of(grads, FORWARD, array(8, 16, 32))
     assert under(groups, "params") == {PARAMETER}

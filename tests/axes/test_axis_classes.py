@@ -32,7 +32,7 @@ def test_a_contraction_joins_what_it_sums() -> None:
     (batch, inner), (same, outer) = axes["x"], axes["w"]
     assert inner == same
     assert axes["out"] == (batch, outer)
-    assert axes.found.count == 3
+    assert axes.classes.count == 3
 
 
 def test_batched_attention() -> None:
@@ -104,11 +104,11 @@ def test_one_arange_for_two_sequences_merges_nothing() -> None:
     assert not set(axes["x"]) & set(axes["y"])
 
 
-def test_a_constant_is_lent_the_axes_of_its_reader() -> None:
+def test_a_constant_adopts_the_classes_of_its_reader() -> None:
     axes = Axes(lambda x: x + jnp.zeros((4, 8)) * 2, array(4, 8))
     zeros = next(e for e in axes.program.eqns if e.primitive == "broadcast_in_dim").outputs[0]
-    assert axes.found.constant[zeros.index]
-    assert axes.found.of_value[zeros.index] == axes["x"]
+    assert axes.classes.constant[zeros.index]
+    assert axes.classes.of_value[zeros.index] == axes["x"]
 
 
 # Loops and other bodies
@@ -123,11 +123,11 @@ def test_gradient_accumulation_keeps_the_batch() -> None:
 
     axes = Axes(accumulate, array(16, 4), array(32, 16))
     split = next(e for e in axes.program.eqns if e.primitive == "reshape").outputs[0]
-    trip_count, batch, features = axes.found.of_value[split.index]
+    trip_count, batch, features = axes.classes.of_value[split.index]
     assert (batch, features) == axes["batch"]
     assert trip_count != batch
-    assert trip_count in axes.found.scanned
-    assert batch not in axes.found.scanned
+    assert trip_count in axes.classes.scanned
+    assert batch not in axes.classes.scanned
     assert features == axes["w"][0]
 
 
@@ -138,17 +138,17 @@ def test_scanned_dimensions_are_told_from_the_others() -> None:
     axes = Axes(scanned, array(6, 4, 4), array(8, 4))
     layers, rows, columns = axes["w"]
     stacked, batch = axes["out/1"]
-    assert axes.found.scanned == {layers, stacked}
+    assert axes.classes.scanned == {layers, stacked}
     assert rows == columns == axes["x"][1], "the carry makes the two one"
     assert axes["out/0"] == axes["x"]
     assert batch == axes["x"][0]
 
 
 def test_a_while_loop_links_carry_body_and_result() -> None:
-    def factor(x: jax.Array, y: jax.Array) -> jax.Array:
+    def doubled(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda c: c.sum() < 100, lambda c: c * 2 + y, x)
 
-    axes = Axes(factor, array(8, 4), array(8, 4))
+    axes = Axes(doubled, array(8, 4), array(8, 4))
     assert axes["x"] == axes["y"] == axes["out"]
 
 
@@ -216,7 +216,7 @@ def test_a_carry_joins_an_argument_and_its_next_value() -> None:
 
 def test_a_scanned_train_step_has_about_twenty_axes_whatever_its_depth() -> None:
     shallow, deep = (Axes(decoder_step, *decoder_args(layers=n)) for n in (2, 5))
-    assert shallow.found.count == deep.found.count <= 22
+    assert shallow.classes.count == deep.classes.count <= 22
     (batch, sequence) = deep["tokens"]
     d_model = deep["params/emb"][1]
     assert deep["params/w1"][1] == deep["params/w2"][2] == d_model
@@ -225,14 +225,14 @@ def test_a_scanned_train_step_has_about_twenty_axes_whatever_its_depth() -> None
     assert all(deep[f"moment/{name}"] == deep[f"params/{name}"] for name in ("emb", "wq", "w2"))
 
 
-def test_loops_of_an_equation_name_axis_and_size() -> None:
+def test_factors_of_an_equation_name_class_and_size() -> None:
     axes = Axes(decoder_loss, decoder_args()[0], decoder_args()[2])
     scores = next(
         e
         for e in axes.program.eqns
         if e.primitive == "dot_general" and e.outputs[0].shape == (8, 4, 32, 32)
     )
-    factors = axes.found.factors(scores)
+    factors = axes.classes.factors(scores)
     assert sorted(size for _, size in factors) == [4, 8, 16, 32, 32], (
-        "two sequence loops, one class each or the same"
+        "two sequence factors, one class each or the same"
     )

@@ -41,16 +41,16 @@ def primitive(
 ) -> Callable[..., Any]:
     """A user's own primitive: its abstract evaluation, and its lowering as a jax function (None: it
     has none)."""
-    made = Primitive(name)
+    own = Primitive(name)
     if effect is None:
-        made.def_abstract_eval(shape_of)
+        own.def_abstract_eval(shape_of)
     else:
-        made.def_effectful_abstract_eval(
+        own.def_effectful_abstract_eval(
             lambda *avals, **params: (shape_of(*avals, **params), {effect})
         )
     if as_jax is not None:
-        mlir.register_lowering(made, mlir.lower_fun(as_jax, multiple_results=False))
-    return made.bind
+        mlir.register_lowering(own, mlir.lower_fun(as_jax, multiple_results=False))
+    return own.bind
 
 
 def like(x: Any, *_: Any, **__: Any) -> Any:
@@ -82,24 +82,31 @@ def rule(
     """The rule of the one unknown equation of a function, and the note on it."""
     finder = RuleFinder()
     program = program_of(fn, *(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape in shapes))
-    (found,) = [finder.rule_for(eqn) for eqn in program.eqns]
+    (inferred,) = [finder.rule_for(eqn) for eqn in program.eqns]
     (note,) = finder.notes
-    return found, note
+    return inferred, note
 
 
-def linked(found: ShardingRule) -> dict[str, str]:
-    """Loops that are not NEED_REPLICATION, `operand.dim ...>result.dim ...`: {"0.0 1.0>0.0": "pass_through"}."""
+def linked(inferred: ShardingRule) -> dict[str, str]:
+    """Factors that are not NEED_REPLICATION, `operand.dim ...>result.dim ...`.
 
-    def places(loop: int, maps: Sequence[Sequence[int]]) -> str:
+    For example {"0.0 1.0>0.0": "pass_through"}.
+    """
+
+    def places(factor: int, arrays: Sequence[Sequence[int]]) -> str:
         return " ".join(
-            f"{i}.{d}" for i, loops in enumerate(maps) for d, x in enumerate(loops) if x == loop
+            f"{i}.{dim}"
+            for i, factors in enumerate(arrays)
+            for dim, other in enumerate(factors)
+            if other == factor
         )
 
-    return {
-        f"{places(loop, found.operands)}>{places(loop, found.results)}": kind.value
-        for loop, kind in enumerate(found.kinds)
-        if kind is not WHOLE
-    }
+    links = {}
+    for factor, kind in enumerate(inferred.kinds):
+        if kind is not WHOLE:
+            dims = f"{places(factor, inferred.operands)}>{places(factor, inferred.results)}"
+            links[dims] = kind.value
+    return links
 
 
 def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +173,8 @@ def test_stated_by_the_compiler(
     expected: dict[str, str],
 ) -> None:
     no_run(monkeypatch)
-    found, note = rule(fn, *shapes)
-    assert linked(found) == expected
+    inferred, note = rule(fn, *shapes)
+    assert linked(inferred) == expected
     assert note.endswith("as the compiler states for its lowering")
 
 
@@ -180,9 +187,12 @@ def test_a_stated_rule_is_not_run_and_large_shapes_cost_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     no_run(monkeypatch)
-    assert linked(rule(MATMUL, (2**14, 2**15), (2**15, 2**16))[0]) == {
-        "0.0>0.0": "pass_through", "0.1 1.0>": "reduction", "1.1>0.1": "pass_through"
-    }  # fmt: skip
+    inferred, _ = rule(MATMUL, (2**14, 2**15), (2**15, 2**16))
+    assert linked(inferred) == {
+        "0.0>0.0": "pass_through",
+        "0.1 1.0>": "reduction",
+        "1.1>0.1": "pass_through",
+    }
 
 
 # Discovered by running it -------------------------------------------------------------------------
@@ -233,15 +243,15 @@ D_ODD = primitive("test_run_odd", like, as_jax=hidden(lambda x: x + 1))
 def test_discovered_by_running(
     fn: Callable[..., Any], shapes: list[Any], expected: dict[str, str]
 ) -> None:
-    found, note = rule(fn, *shapes)
-    assert linked(found) == expected
+    inferred, note = rule(fn, *shapes)
+    assert linked(inferred) == expected
     assert note.endswith("as running it on small arrays shows")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int32, np.complex64, np.float16])
 def test_dtypes(dtype: Any) -> None:
-    found, _ = rule(D_MATMUL, (8, 16), (16, 4), dtype=dtype)
-    assert linked(found) == {
+    inferred, _ = rule(D_MATMUL, (8, 16), (16, 4), dtype=dtype)
+    assert linked(inferred) == {
         "0.0>0.0": "pass_through",
         "0.1 1.0>": "reduction",
         "1.1>0.1": "pass_through",
@@ -266,9 +276,9 @@ def test_what_a_branch_captures_is_not_overlooked() -> None:
         like,
         as_jax=lambda x: x + lax.cond(x[0, 0] > 0, lambda: lax.cumsum(x, 1), lambda: x),
     )
-    found, note = rule(branch, (8, 16))
+    inferred, note = rule(branch, (8, 16))
     assert note.endswith("as running it on small arrays shows")
-    assert linked(found) == {"0.0>0.0": "pass_through"}
+    assert linked(inferred) == {"0.0>0.0": "pass_through"}
 
 
 # Not run ------------------------------------------------------------------------------------------
@@ -292,8 +302,8 @@ def test_what_has_a_side_effect_is_not_run(
 ) -> None:
     no_run(monkeypatch)
     writes = primitive("test_writes", like, as_jax=hidden(lambda x: x + 1), effect=lowerable_effect)
-    found, note = rule(writes, (8, 16))
-    assert linked(found) == {}
+    inferred, note = rule(writes, (8, 16))
+    assert linked(inferred) == {}
     assert "it has a side effect" in note
 
 
@@ -305,14 +315,14 @@ def test_what_calls_python_is_not_run() -> None:
         return x
 
     python = primitive("test_python", like, as_jax=lambda x: jax.pure_callback(callback, x, x))
-    found, note = rule(python, (8, 16))
-    assert (linked(found), calls) == ({}, [])
+    inferred, note = rule(python, (8, 16))
+    assert (linked(inferred), calls) == ({}, [])
     assert "it calls back into Python" in note
 
 
 def test_what_cannot_be_lowered_links_nothing() -> None:
-    found, note = rule(primitive("test_no_lowering", like), (8, 16))
-    assert linked(found) == {}
+    inferred, note = rule(primitive("test_no_lowering", like), (8, 16))
+    assert linked(inferred) == {}
     assert (
         "nothing is linked (NotImplementedError: MLIR translation rule for primitive "
         "'test_no_lowering'" in note
@@ -320,11 +330,11 @@ def test_what_cannot_be_lowered_links_nothing() -> None:
 
 
 def test_what_fails_whenever_it_runs_links_nothing() -> None:
-    made = Primitive("test_foreign")
-    made.def_abstract_eval(like)
-    mlir.register_lowering(made, jax.ffi.ffi_lowering("test_no_such_target"))
-    found, note = rule(made.bind, (8, 16))
-    assert linked(found) == {}
+    foreign = Primitive("test_foreign")
+    foreign.def_abstract_eval(like)
+    mlir.register_lowering(foreign, jax.ffi.ffi_lowering("test_no_such_target"))
+    inferred, note = rule(foreign.bind, (8, 16))
+    assert linked(inferred) == {}
     assert "nothing is linked (JaxRuntimeError" in note
 
 
@@ -335,10 +345,10 @@ def test_a_large_sample_is_not_run() -> None:
         assert x.shape == (2**10, 2**10)
         return like(x)
 
-    found, note = rule(
+    inferred, note = rule(
         primitive("test_strict", strict, as_jax=hidden(lambda x: x + 1)), (2**10, 2**10)
     )
-    assert linked(found) == {}
+    assert linked(inferred) == {}
     assert note.startswith("test_strict has no sharding rule of its own: nothing is linked")
 
 
@@ -367,17 +377,17 @@ def ffi(name: str, result: Any, **attributes: Any) -> Callable[..., Any]:
 
 
 def test_a_foreign_function_that_does_not_exist_links_nothing() -> None:
-    found, note = rule(ffi("test_absent", jax.ShapeDtypeStruct((8, 16), np.float32)), (8, 16))
-    assert linked(found) == {}
+    inferred, note = rule(ffi("test_absent", jax.ShapeDtypeStruct((8, 16), np.float32)), (8, 16))
+    assert linked(inferred) == {}
     assert "nothing is linked (JaxRuntimeError" in note
 
 
 def test_a_foreign_function_with_a_size_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     no_run(monkeypatch)
-    found, note = rule(
+    inferred, note = rule(
         ffi("test_sized", jax.ShapeDtypeStruct((8,), np.float32), n=np.int32(8)), (8,)
     )
-    assert linked(found) == {}
+    assert linked(inferred) == {}
     assert "foreign code with an integer parameter" in note
 
 
@@ -389,9 +399,9 @@ def test_a_foreign_function_that_runs() -> None:
         jax.ShapeDtypeStruct((6, 4), np.int32),
         jax.ShapeDtypeStruct((6,), np.int32),
     )
-    found, note = rule(jax.ffi.ffi_call("lapack_sgetrf_ffi", shapes), (6, 4, 4))
+    inferred, note = rule(jax.ffi.ffi_call("lapack_sgetrf_ffi", shapes), (6, 4, 4))
     assert note.endswith("as running it on small arrays shows")
-    assert linked(found) == {"0.0>0.0 1.0 2.0": "pass_through"}
+    assert linked(inferred) == {"0.0>0.0 1.0 2.0": "pass_through"}
 
 
 # Cached, and in the program -----------------------------------------------------------------------

@@ -17,16 +17,16 @@ from tests.stages import array, traced
 
 def pairs(fn: Any, args: Any, carry: Any = None, **options: Any) -> dict[str, str]:
     """Input leaf path to the output leaf path it becomes."""
-    found = traced(fn, *args, **options)
-    program = found.program
-    return {program.input_paths[i]: program.output_paths[o] for i, o in resolve_carry(found, carry)}
+    step = traced(fn, *args, **options)
+    paths, out_paths = step.program.input_paths, step.program.output_paths
+    return {paths[i]: out_paths[o] for i, o in resolve_carry(step, carry)}
 
 
 def test_donated_arguments_are_matched_by_structure() -> None:
-    found = pairs(decoder_step, decoder_args(), donate_argnums=(0, 1))
-    assert found["params/wq"] == "out/0/wq"
-    assert found["moment/wq"] == "out/1/wq"
-    assert len(found) == 16
+    carried = pairs(decoder_step, decoder_args(), donate_argnums=(0, 1))
+    assert carried["params/wq"] == "out/0/wq"
+    assert carried["moment/wq"] == "out/1/wq"
+    assert len(carried) == 16
 
 
 def test_nothing_is_assumed_of_what_is_not_donated() -> None:
@@ -51,8 +51,8 @@ def test_outputs_by_key_and_non_array_leaves() -> None:
             "state": {"act": state["act"], "w": state["w"] + 1},
         }
 
-    found = pairs(step, ({"act": jnp.tanh, "w": array(4)}, array(4)), donate_argnums=0)
-    assert found == {"state/w": "out/state/w"}
+    carried = pairs(step, ({"act": jnp.tanh, "w": array(4)}, array(4)), donate_argnums=0)
+    assert carried == {"state/w": "out/state/w"}
 
 
 def test_a_shape_that_changes_feeds_nothing() -> None:
@@ -64,8 +64,8 @@ def test_a_shape_that_changes_feeds_nothing() -> None:
 
 
 def test_each_output_feeds_one_argument() -> None:
-    found = pairs(lambda a, b: (a + 1, b + 1), (array(4), array(4)), donate_argnums=(0, 1))
-    assert found == {"a": "out/0", "b": "out/1"}
+    carried = pairs(lambda a, b: (a + 1, b + 1), (array(4), array(4)), donate_argnums=(0, 1))
+    assert carried == {"a": "out/0", "b": "out/1"}
 
 
 @pytest.mark.parametrize("carry", [{0: 0}, {"params": 0}, [(0, 0)], (0, 0)])
@@ -98,7 +98,7 @@ def test_a_carry_that_cannot_be_is_refused(carry: Any, words: str) -> None:
 
 
 def test_state_is_found_without_donation_but_bare_arrays_are_not_guessed() -> None:
-    found = traced(mlp_step, *mlp_args())
-    assert len(matching_state(found, donated_only=False)) == 3
+    step = traced(mlp_step, *mlp_args())
+    assert len(matching_state(step, donated_only=False)) == 3
     residual = traced(lambda x: x + jnp.tanh(x), np.ones((4, 4), np.float32))
     assert matching_state(residual, donated_only=False) == ()

@@ -70,7 +70,7 @@ def test_further_positional_arguments_are_numbered() -> None:
     assert call.donated == (False, False, True, True)
 
 
-def test_none_is_structure_and_functions_are_kept_aside() -> None:
+def test_none_is_structure_and_functions_are_set_aside() -> None:
     tree = {"act": jnp.tanh, "b": None, "w": X}
     call = call_of(step, (tree, X))
     assert call.paths == ("params/w", "x")
@@ -97,12 +97,12 @@ trees = st.recursive(
 
 @given(st.lists(trees, min_size=1, max_size=3))
 def test_paths_are_unique(arguments: list[Any]) -> None:
-    found = [
+    prefixed = [
         (f"p{i}", path)
         for i, t in enumerate(arguments)
         for path, _ in jax.tree_util.tree_leaves_with_path(t)
     ]
-    assert len(set(leaf_paths(found))) == len(found)
+    assert len(set(leaf_paths(prefixed))) == len(prefixed)
 
 
 @pytest.mark.parametrize(

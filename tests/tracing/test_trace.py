@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import TraceError
 from autoshard.jax_internals.jaxprs import check
-from autoshard.tracing.program import MappingKind
+from autoshard.tracing.program import Body, MappingKind, Program, Value
 from autoshard.tracing.rewrite import as_function, as_reference
 from autoshard.tracing.source_lines import source_line
 from autoshard.tracing.trace import trace
@@ -73,32 +73,51 @@ EXAMPLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_traced_program_is_well_typed_and_computes_the_same(name: str) -> None:
     fn, args = EXAMPLES[name]
-    found = traced(fn, *args)
-    check(found.program.origin)
-    run = jax.jit(as_function(found.program.origin, found.program.name))
-    got = found.unflatten_outputs(run(*found.call.leaves))
+    result = traced(fn, *args)
+    check(result.program.origin)
+    run = jax.jit(as_function(result.program.origin, result.program.name))
+    got = result.unflatten_outputs(run(*result.call.leaves))
     want = jax.jit(fn)(*args)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def bodies_of(program: Program) -> list[Body]:
+    return [program.body, *(body for eqn in program.eqns for body in eqn.bodies)]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_value_and_equation_has_its_place(name: str) -> None:
     fn, args = EXAMPLES[name]
     program = traced(fn, *args).program
-    assert all(v.index == i for i, v in enumerate(program.values))
-    assert all(e.index == i for i, e in enumerate(program.eqns))
-    assert [e for e, _ in program.walk()] == sorted(program.eqns, key=lambda e: e.index)
-    made = Counter(v for e in program.eqns for v in e.outputs)
-    bodies = [program.body, *(b for e in program.eqns for b in e.bodies)]
-    made += Counter(v for body in bodies for v in (*body.inputs, *body.consts))
-    assert max(made.values()) == 1, "a value is made in one place"
-    read = {v for e in program.eqns for v in e.inputs} | {v for b in bodies for v in b.outputs}
-    assert read - set(made) == {v for v in program.values if v.literal}
+    assert all(value.index == i for i, value in enumerate(program.values))
+    assert all(eqn.index == i for i, eqn in enumerate(program.eqns))
+    assert [eqn for eqn, _ in program.walk()] == sorted(program.eqns, key=lambda eqn: eqn.index)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_value_is_defined_in_one_place(name: str) -> None:
+    fn, args = EXAMPLES[name]
+    program = traced(fn, *args).program
+    defined: Counter[Value] = Counter()
+    used: set[Value] = set()
     for eqn in program.eqns:
-        for mapping in eqn.mappings:
-            assert mapping.outer.shape[mapping.offset :] == mapping.inner.shape
-            assert mapping.outer.dtype == mapping.inner.dtype
+        defined.update(eqn.outputs)
+        used.update(eqn.inputs)
+    for body in bodies_of(program):
+        defined.update((*body.inputs, *body.consts))
+        used.update(body.outputs)
+    assert max(defined.values()) == 1
+    assert used - set(defined) == {value for value in program.values if value.literal}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_both_ends_of_a_body_mapping_are_alike(name: str) -> None:
+    fn, args = EXAMPLES[name]
+    program = traced(fn, *args).program
+    for mapping in (mapping for eqn in program.eqns for mapping in eqn.mappings):
+        assert mapping.outer.shape[mapping.offset :] == mapping.inner.shape
+        assert mapping.outer.dtype == mapping.inner.dtype
 
 
 def test_two_calls_of_one_helper_are_two_places() -> None:
@@ -113,28 +132,33 @@ def test_two_calls_of_one_helper_are_two_places() -> None:
 
 
 def test_own_gradient_rules_are_kept() -> None:
-    found = traced(lambda x: scaled(clipped(x)).sum(), X)
-    primitives = {e.primitive for e in found.program.eqns}
+    result = traced(lambda x: scaled(clipped(x)).sum(), X)
+    primitives = {e.primitive for e in result.program.eqns}
     assert {"custom_jvp_call"} < primitives
     assert any(p.startswith("custom_vjp_call") for p in primitives)
-    run = as_function(found.program.origin, "f")
+    run = as_function(result.program.origin, "f")
     np.testing.assert_array_equal(jax.grad(lambda x: run(x)[0])(X), np.full_like(X, 35.0))
     np.testing.assert_array_equal(jax.grad(lambda x: clipped(x).sum())(X), np.full_like(X, 7.0))
 
 
-def test_ties_say_how_a_scan_moves_data() -> None:
-    program = traced(
-        lambda w, x: jax.lax.scan(lambda c, row: (c @ w + row, c.sum()), x[0], x), np.eye(3), X
-    ).program
-    scan = next(e for e in program.eqns if e.primitive == "scan")
-    assert scan.bodies[0].trip_count == 4
-    assert Counter((t.kind, t.offset) for t in scan.mappings) == {
-        (MappingKind.OPERAND_TO_INVAR, 0): 2, (MappingKind.OPERAND_TO_INVAR, 1): 1, (MappingKind.OUTVAR_TO_RESULT, 0): 1, (MappingKind.OUTVAR_TO_RESULT, 1): 1, (MappingKind.CARRY, 0): 1,
-    }  # fmt: skip
-    assert {v.shape for v in scan.scanned} == {(4, 3), (4,)}
+def test_body_mappings_say_how_a_scan_moves_data() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.scan(lambda c, row: (c @ w + row, c.sum()), x[0], x)
+
+    program = traced(step, np.eye(3), X).program
+    scan = program.body.eqns[-1]
+    assert (scan.primitive, scan.bodies[0].trip_count) == ("scan", 4)
+    assert Counter((mapping.kind, mapping.offset) for mapping in scan.mappings) == {
+        (MappingKind.OPERAND_TO_INVAR, 0): 2,
+        (MappingKind.OPERAND_TO_INVAR, 1): 1,
+        (MappingKind.OUTVAR_TO_RESULT, 0): 1,
+        (MappingKind.OUTVAR_TO_RESULT, 1): 1,
+        (MappingKind.CARRY, 0): 1,
+    }
+    assert {value.shape for value in scan.scanned} == {(4, 3), (4,)}
     ((start, end),) = scan.carries
     assert start.shape == end.shape == (3,)
-    assert [trip_count for e, trip_count in program.walk() if e.primitive == "dot_general"] == [4]
+    assert [trips for eqn, trips in program.walk() if eqn.primitive == "dot_general"] == [4]
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -230,11 +254,10 @@ def test_bare_partition_specs_in_the_model_work_and_can_be_dropped() -> None:
     assert [e.primitive for e in kept.program.eqns] == ["sin", "sharding_constraint", "mul"]
     dropped = trace(constrained, call, mesh, keep_user_constraints=False)
     assert [e.primitive for e in dropped.program.eqns] == ["sin", "mul"]
-    for found in (kept, dropped):
-        check(found.program.origin)
-        np.testing.assert_allclose(
-            jax.jit(as_function(found.program.origin, "f"))(X)[0], np.sin(X) * 2, rtol=1e-6
-        )
+    for closed in (kept.program.origin, dropped.program.origin):
+        check(closed)
+        (result,) = jax.jit(as_function(closed, "f"))(X)
+        np.testing.assert_allclose(result, np.sin(X) * 2, rtol=1e-6)
 
 
 def test_a_jit_with_shardings_of_its_own_stays_a_call() -> None:
@@ -248,8 +271,8 @@ def test_a_jit_with_shardings_of_its_own_stays_a_call() -> None:
 def test_tracing_an_explicit_mesh_happens_under_its_auto_version() -> None:
     explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(explicit):
-        found = trace(jnp.sin, call_of(jnp.sin, (X,)), mesh_of(data=4, model=2))
-    assert all(not any(v.aval.sharding.spec) for v in found.program.origin.jaxpr.outvars)
+        result = trace(jnp.sin, call_of(jnp.sin, (X,)), mesh_of(data=4, model=2))
+    assert all(not any(v.aval.sharding.spec) for v in result.program.origin.jaxpr.outvars)
 
 
 def test_prints_can_be_left_out() -> None:
@@ -275,11 +298,11 @@ def test_mutable_arrays_made_inside_become_pure_updates() -> None:
         jax.lax.fori_loop(0, x.shape[0], body, 0)
         return state[...], total[...]
 
-    found = traced(doubled, jnp.asarray(X))
-    check(found.program.origin)
-    names = {eqn.primitive for eqn in found.program.eqns}
+    result = traced(doubled, jnp.asarray(X))
+    check(result.program.origin)
+    names = {eqn.primitive for eqn in result.program.eqns}
     assert not names & {"new_ref", "get", "swap", "addupdate", "ref_get", "ref_set"}
-    run = jax.jit(as_function(found.program.origin, "doubled"))
+    run = jax.jit(as_function(result.program.origin, "doubled"))
     doubles, total = run(X)
     np.testing.assert_array_equal(doubles, X * 2)
     np.testing.assert_allclose(total, X.sum(), atol=1e-6)
@@ -303,8 +326,8 @@ def test_the_reference_of_verification_is_what_jax_traced() -> None:
         y = jax.lax.with_sharding_constraint(jnp.sin(x), P("data", None))
         return jax.jit(lambda z: jax.lax.with_sharding_constraint(z, P(None, "data")) * 2)(y)
 
-    found = trace(stated, call_of(stated, (X,)), mesh_of(data=2))
-    closed = as_reference(found.original)
+    result = trace(stated, call_of(stated, (X,)), mesh_of(data=2))
+    closed = as_reference(result.original)
     check(closed)
     assert "sharding_constraint" not in str(closed)
     np.testing.assert_allclose(
@@ -313,12 +336,12 @@ def test_the_reference_of_verification_is_what_jax_traced() -> None:
 
 
 def test_outputs_that_are_no_arrays_come_back_as_they_are() -> None:
-    found = traced(lambda x: {"act": jnp.tanh, "n": None, "y": x, "z": "text"}, X)
-    assert found.program.output_paths == ("out/y",)
-    assert found.unflatten_outputs(["Y"]) == {"act": jnp.tanh, "n": None, "y": "Y", "z": "text"}
+    result = traced(lambda x: {"act": jnp.tanh, "n": None, "y": x, "z": "text"}, X)
+    assert result.program.output_paths == ("out/y",)
+    assert result.unflatten_outputs(["Y"]) == {"act": jnp.tanh, "n": None, "y": "Y", "z": "text"}
 
 
-def test_what_jax_cannot_trace_is_said_in_its_own_words() -> None:
+def test_what_jax_cannot_trace_is_reported_in_its_own_words() -> None:
     def branchy(x: jax.Array) -> jax.Array:
         return x if x[0, 0] > 0 else -x
 
@@ -338,7 +361,7 @@ def test_ordered_effects_are_refused_on_several_devices_only() -> None:
         trace(printing, call_of(printing, (X,)), mesh_of(data=2))
 
 
-def test_captured_constants_are_known() -> None:
+def test_captured_constants_are_listed() -> None:
     table = np.arange(1000, dtype=np.float32)
 
     def look_up(x: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ from jax import lax
 from jax._src.interpreters import mlir
 from jax._src.lax.windowed_reductions import _select_and_scatter as select_and_scatter
 from jax.ad_checkpoint import checkpoint_name
-from rule_check import Application, application
+from rule_check import application
+from run_shards import Application
 
 Make = Callable[[np.random.Generator], Application]
 
@@ -52,11 +53,14 @@ def distinct(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 _FLOAT_1 = """
-    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
-    expm1 floor is_finite lgamma log log1p log2 logistic neg one_minus_square round rsqrt sign sin sinh sqrt
-    square stop_gradient tan tanh
+    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf
+    erf_inv erfc exp exp2 expm1 floor is_finite lgamma log log1p log2 logistic neg one_minus_square
+    round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
 """
-_FLOAT_2 = "add atan2 div eq ge gt igamma igammac igamma_grad_a le lt max min mul ne nextafter polygamma pow rem sub zeta"
+_FLOAT_2 = """
+    add atan2 div eq ge gt igamma igammac igamma_grad_a le lt max min mul ne nextafter polygamma pow
+    rem sub zeta
+"""
 _INT_1 = "clz population_count not"
 _INT_2 = "and mulhi or shift_left shift_right_arithmetic shift_right_logical xor"
 _ROUNDED = 1e-5
@@ -249,13 +253,16 @@ def windows() -> list[Case]:
         geometry = window["window_dimensions"], window["window_strides"], window["padding"]
         return select_and_scatter(x, lax.ge, *geometry, s, np.float32(1), lambda a, b: a + b + 1)
 
-    cases.append(of("select_and_scatter", scatter_products, (4, 8), (4, 8)))
+    return [*cases, of("select_and_scatter", scatter_products, (4, 8), (4, 8))]
+
+
+def convolutions() -> list[Case]:
+    """With a halo, without one, over all space, and in groups."""
 
     def conv(**params: Any) -> Callable[..., Any]:
         return lambda x, k: lax.conv_general_dilated(x, k, **params)
 
     return [
-        *cases,
         of("conv_general_dilated", conv(window_strides=(1,), padding="SAME"), (2, 4, 8), (6, 4, 3)),
         of(
             "conv_general_dilated",
@@ -288,10 +295,9 @@ def windows() -> list[Case]:
     ]
 
 
-def shapes() -> list[Case]:
-    """Moving, cutting and joining dimensions."""
+def moving() -> list[Case]:
+    """Moving, joining and padding dimensions."""
     shape = (4, 6)
-    start = jnp.asarray
     dims = {"dtype": np.float32}
     return [
         of("transpose", lambda x: x.transpose(1, 2, 0), (2, 4, 6), **dims),
@@ -311,6 +317,14 @@ def shapes() -> list[Case]:
             note="inside",
             data=distinct,
         ),
+    ]
+
+
+def cutting() -> list[Case]:
+    """Cutting, repeating and reshaping dimensions."""
+    shape = (4, 6)
+    start = jnp.asarray
+    return [
         of("slice", lambda x: lax.slice(x, (0, 2), (4, 4)), shape, data=distinct),
         of(
             "slice",
@@ -466,24 +480,24 @@ def indexing() -> list[Case]:
     return cases
 
 
-def linear_algebra() -> list[Case]:
-    """Factorisations, solvers, Fourier transforms."""
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Normal numbers; matrices of size 4 are positive definite."""
+    a = rng.normal(size=shape).astype(np.float32)
+    if shape[-2:] == (4, 4):
+        return a @ np.swapaxes(a, -1, -2) + 4 * np.eye(4, dtype=np.float32)
+    return a
+
+
+def on(
+    primitive: str, function: Callable[..., Any], *shapes: tuple[int, ...], note: str = ""
+) -> Case:
+    """The case of a function of linear algebra."""
+    return of(primitive, function, *shapes, data=_normal, tolerance=1e-4, note=note)
+
+
+def factorisations() -> list[Case]:
+    """Matrices into factors."""
     algebra = lax.linalg
-
-    def positive(rng: np.random.Generator, *shape: int) -> np.ndarray:
-        a = rng.normal(size=shape).astype(np.float32)
-        return a @ np.swapaxes(a, -1, -2) + 4 * np.eye(shape[-1], dtype=np.float32)
-
-    def on(
-        primitive: str, function: Callable[..., Any], *shapes: tuple[int, ...], note: str = ""
-    ) -> Case:
-        def data(rng: np.random.Generator, *shape: int) -> np.ndarray:
-            if shape[-2:] == (4, 4):
-                return positive(rng, *shape)
-            return rng.normal(size=shape).astype(np.float32)
-
-        return of(primitive, function, *shapes, data=data, tolerance=1e-4, note=note)
-
     square, tall = (2, 4, 4), (2, 6, 4)
     return [
         on("cholesky", lambda a: algebra.cholesky(a, symmetrize_input=False), square),
@@ -508,6 +522,14 @@ def linear_algebra() -> list[Case]:
         on("schur", algebra.schur, square),
         on("hessenberg", algebra.hessenberg, square),
         on("tridiagonal", algebra.tridiagonal, square),
+    ]
+
+
+def solvers() -> list[Case]:
+    """Solvers and Fourier transforms."""
+    algebra = lax.linalg
+    square = (2, 4, 4)
+    return [
         on("tridiagonal_solve", algebra.tridiagonal_solve, (2, 6), (2, 6), (2, 6), (2, 6, 4)),
         on(
             "triangular_solve",
@@ -595,10 +617,13 @@ CASES: tuple[Case, ...] = tuple(
         elementwise,
         contraction,
         windows,
-        shapes,
+        convolutions,
+        moving,
+        cutting,
         reductions,
         indexing,
-        linear_algebra,
+        factorisations,
+        solvers,
         random_numbers,
     )
     for case in family()

@@ -4,25 +4,35 @@ reason."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 import pytest
 from rule_cases import CASES, Case
-from rule_check import Application, run
+from run_shards import Application, run
 
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, known_primitives
 from autoshard.axes.stated_rules import stated_rule
 from autoshard.shardy.op_rules import lowered_ops
+from autoshard.tracing.program import Value
 
 _EXACT_WINDOWS = (
     "windows that tile the dimension need no halo; the compiler's rule does not look at strides"
 )
 _NO_HALO_OF_ALL = "every element needs all before it; the compiler gathers them as one large halo"
-_PAIRS = "partial results are combined, but by none of add, max, min, mul, and, or, xor: by the user's function"
-_COLUMNS = "columns of the right-hand side are solved one by one; jax states the batch dimensions of its own calls only"
-_PARTS = "operand and result do share a part of the dimension, for which a reshard pays; the compiler states nothing"
+_PAIRS = (
+    "partial results are combined, but by none of add, max, min, mul, and, or, xor: by the "
+    "user's function"
+)
+_COLUMNS = (
+    "columns of the right-hand side are solved one by one; jax states the batch dimensions of"
+    " its own calls only"
+)
+_PARTS = (
+    "operand and result do share a part of the dimension, for which a reshard pays; the "
+    "compiler states nothing"
+)
 _SOURCE = "the compiler maps one of the two operands of the window only"
 
 EXPLAINED: Mapping[str, str] = {
@@ -48,17 +58,33 @@ EXPLAINED: Mapping[str, str] = {
         _COLUMNS,
     ),
     **dict.fromkeys(("concatenate", "dynamic_slice", "stack"), _PARTS),
-    "tile": "copies of a split dimension are a reshard; it is lowered as a new dimension that is merged afterwards",
-    "reshape[nothing in common]": "pieces agree for common divisors only: unlike dimensions would become one axis",
-    "scatter-sub[rows]": "subtracted updates add up; the compiler does not see that in the function it is given",
-    "symmetric_product": "its rows and columns are one dimension: a split of both is no cut of the result",
-    "ragged_dot_general": "groups add up; the compiler sees a mask over all groups, made by their running sizes",
-    "ragged_dot_general[contracting]": "every device can make its own groups; the compiler sees a mask again",
+    "tile": (
+        "copies of a split dimension are a reshard; it is lowered as a new dimension that is "
+        "merged afterwards"
+    ),
+    "reshape[nothing in common]": (
+        "shards agree for common divisors only: unlike dimensions would become one axis"
+    ),
+    "scatter-sub[rows]": (
+        "subtracted updates add up; the compiler does not see that in the function it is given"
+    ),
+    "symmetric_product": (
+        "its rows and columns are one dimension: a split of both is no cut of the result"
+    ),
+    "ragged_dot_general": (
+        "groups add up; the compiler sees a mask over all groups, computed from their running sizes"
+    ),
+    "ragged_dot_general[contracting]": (
+        "every device can compute its own groups; the compiler sees a mask again"
+    ),
 }
 """By case, why the two rules differ."""
 
 EXPLAINED_BEFORE_0_12: Mapping[str, str] = {
-    "pad[inside]": "one end is cut off and the other padded, so that all elements move; it looks at the size only",
+    "pad[inside]": (
+        "one end is cut off and the other padded, so that all elements move; it looks at the "
+        "size only"
+    ),
 }
 
 EXPLAINED_SINCE_0_12: Mapping[str, str] = {
@@ -66,7 +92,9 @@ EXPLAINED_SINCE_0_12: Mapping[str, str] = {
         (f"conv_general_dilated{note}" for note in ("", "[feature groups]", "[batch groups]")),
         "a window is small: it is never worth splitting",
     ),
-    "dynamic_update_slice": "operand and result are one array: only the update has to be brought to its place",
+    "dynamic_update_slice": (
+        "operand and result are one array: only the update has to be brought to its place"
+    ),
     "unstack": _PARTS,
 }
 
@@ -74,22 +102,27 @@ Factor = tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 
 def factors(rule: ShardingRule, app: Application) -> set[Factor]:
-    """The loops that can be split: kind, and the dimensions (of size > 1) of operands and
+    """The factors that can be split: kind, and the dimensions (of size > 1) of operands and
     results."""
-    found = set()
+    split = set()
     for factor, kind in enumerate(rule.kinds):
-        operands, results = (
-            tuple(
-                (i, d)
-                for i, (value, dims) in enumerate(zip(values, maps, strict=True))
-                for d, other in enumerate(dims)
-                if other == factor and value.shape[d] > 1
-            )
-            for values, maps in ((app.eqn.inputs, rule.operands), (app.eqn.outputs, rule.results))
-        )
+        operands = places(app.eqn.inputs, rule.operands, factor)
+        results = places(app.eqn.outputs, rule.results, factor)
         if kind is not FactorKind.NEED_REPLICATION and (operands or results):
-            found.add((kind.value, operands, results))
-    return found
+            split.add((kind.value, operands, results))
+    return split
+
+
+def places(
+    values: Sequence[Value], factors_of: Sequence[tuple[int, ...]], factor: int
+) -> tuple[tuple[int, int], ...]:
+    """(position, dimension) of each dimension of size > 1 that runs over a factor."""
+    return tuple(
+        (i, dim)
+        for i, value in enumerate(values)
+        for dim, size in enumerate(value.shape)
+        if factors_of[i][dim] == factor and size > 1
+    )
 
 
 def theirs(app: Application) -> ShardingRule | None:

@@ -246,15 +246,17 @@ def test_moving_and_cutting(data: st.DataObject) -> None:
     x = distinct(rng, *shape)
     dim = data.draw(st.integers(0, rank - 1))
     some = data.draw(st.sets(st.integers(0, rank - 1)))
-    edges = [
-        (data.draw(st.sampled_from(((0, 0, 0), (1, 1, 0), (-1, 1, 0), (0, 1, 1)))))
-        if d in some
-        else (0, 0, 0)
-        for d in range(rank)
-    ]
-    starts = [data.draw(st.integers(0, n - 1)) if d in some else 0 for d, n in enumerate(shape)]
-    strides = [data.draw(st.sampled_from((1, 2))) if d in some else 1 for d in range(rank)]
-    widths = [data.draw(st.integers(1, n)) if d in some else n for d, n in enumerate(shape)]
+
+    def drawn(d: int, values: st.SearchStrategy[Any], default: Any) -> Any:
+        """What happens to a dimension: something, if it is one of `some`."""
+        return data.draw(values) if d in some else default
+
+    padding = st.sampled_from(((0, 0, 0), (1, 1, 0), (-1, 1, 0), (0, 1, 1)))
+    edges = [drawn(d, padding, (0, 0, 0)) for d in range(rank)]
+    starts = [drawn(d, st.integers(0, n - 1), 0) for d, n in enumerate(shape)]
+    strides = [drawn(d, st.sampled_from((1, 2)), 1) for d in range(rank)]
+    widths = [drawn(d, st.integers(1, n), n) for d, n in enumerate(shape)]
+    repeats = [1 + (d in some) for d in range(rank)]
     order = data.draw(st.permutations(range(rank)))
     y = distinct(rng, *(n if d != dim else data.draw(SIZES) for d, n in enumerate(shape)))
     update = integers(rng, *widths)
@@ -284,7 +286,7 @@ def test_moving_and_cutting(data: st.DataObject) -> None:
                     (x, update),
                 ),
                 ("squeeze", lambda x: lax.squeeze(x[:, None], (1,)), (x,)),
-                ("tile", lambda x: lax.tile(x, [2 if d in some else 1 for d in range(rank)]), (x,)),
+                ("tile", lambda x: lax.tile(x, repeats), (x,)),
                 ("stack", lambda x: lax.stack((x, x), dim), (x,)),
                 ("unstack", lambda x: lax.unstack(x, dim), (x,)),
             )
@@ -363,45 +365,43 @@ INDEXED = st.sampled_from(("batch", "row", "full", "part", "full at index"))
 def _draw_indexing(
     data: st.DataObject,
 ) -> tuple[list[str], list[int], list[int], list[int], list[int]]:
-    """Logical axes, sizes and window sizes of an operand's dimensions; batching and further dimensions of
+    """Use, size and window size of each dimension of an operand; batching and further dimensions of
     the indices."""
-    logical_axes = data.draw(st.lists(INDEXED, min_size=1, max_size=3))
-    if all(logical_axis in ("batch", "full") for logical_axis in logical_axes):
-        logical_axes[-1] = "row"
-    sizes = [data.draw(EVEN) for _ in logical_axes]
-    widths = [
-        n
-        if logical_axis.startswith("full")
-        else (data.draw(st.integers(1, n - 1)) if logical_axis == "part" else 1)
-        for logical_axis, n in zip(logical_axes, sizes, strict=True)
-    ]
-    batch = [
-        n for logical_axis, n in zip(logical_axes, sizes, strict=True) if logical_axis == "batch"
-    ]
+    uses = data.draw(st.lists(INDEXED, min_size=1, max_size=3))
+    if all(use in ("batch", "full") for use in uses):
+        uses[-1] = "row"
+    sizes = [data.draw(EVEN) for _ in uses]
+    widths, batch = [], []
+    for use, size in zip(uses, sizes, strict=True):
+        if use.startswith("full"):
+            width = size
+        else:
+            width = data.draw(st.integers(1, size - 1)) if use == "part" else 1
+        widths.append(width)
+        if use == "batch":
+            batch.append(size)
     looked_up = data.draw(st.lists(EVEN, max_size=1))
-    return logical_axes, sizes, widths, batch, looked_up
+    return uses, sizes, widths, batch, looked_up
 
 
 def _indices(
     rng: np.random.Generator,
-    logical_axes: list[str],
+    uses: list[str],
     sizes: list[int],
     batch: list[int],
     inside: bool,
 ) -> np.ndarray:
     """Index vectors, some out of bounds unless `inside`."""
-    columns = [
-        rng.integers(
-            0 if inside else -1, 1 if inside and logical_axis != "row" else n + (not inside), batch
-        )
-        for logical_axis, n in zip(logical_axes, sizes, strict=True)
-        if logical_axis in ("row", "part", "full at index")
-    ]
+    columns = []
+    for use, size in zip(uses, sizes, strict=True):
+        if use in ("row", "part", "full at index"):
+            end = 1 if inside and use != "row" else size + (not inside)
+            columns.append(rng.integers(0 if inside else -1, end, batch))
     return np.stack(columns, axis=-1).astype(np.int32)
 
 
-def _dims(logical_axes: list[str], *which: str) -> tuple[int, ...]:
-    return tuple(d for d, logical_axis in enumerate(logical_axes) if logical_axis in which)
+def _dims(uses: list[str], *which: str) -> tuple[int, ...]:
+    return tuple(d for d, use in enumerate(uses) if use in which)
 
 
 MODES = st.sampled_from(("fill", "clip", "promise_in_bounds"))
@@ -413,19 +413,17 @@ def test_gather(data: st.DataObject) -> None:
     """Each dimension is batching, collapsed and indexed, or a window: whole or partial, indexed or
     not."""
     rng = np.random.default_rng(0)
-    logical_axes, sizes, widths, batch, looked_up = _draw_indexing(data)
+    uses, sizes, widths, batch, looked_up = _draw_indexing(data)
     mode = data.draw(MODES)
-    indices = _indices(
-        rng, logical_axes, sizes, batch + looked_up, inside=mode == "promise_in_bounds"
-    )
-    window = len(_dims(logical_axes, "full", "part", "full at index"))
+    indices = _indices(rng, uses, sizes, batch + looked_up, inside=mode == "promise_in_bounds")
+    window = len(_dims(uses, "full", "part", "full at index"))
     rank = len(batch) + len(looked_up) + window
     offset = tuple(sorted(data.draw(st.permutations(range(rank)))[:window]))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=offset,
-        collapsed_slice_dims=_dims(logical_axes, "row"),
-        start_index_map=_dims(logical_axes, "row", "part", "full at index"),
-        operand_batching_dims=_dims(logical_axes, "batch"),
+        collapsed_slice_dims=_dims(uses, "row"),
+        start_index_map=_dims(uses, "row", "part", "full at index"),
+        operand_batching_dims=_dims(uses, "batch"),
         start_indices_batching_dims=tuple(range(len(batch))),
     )
     holds(
@@ -441,7 +439,7 @@ def test_gather(data: st.DataObject) -> None:
 def test_scatter(data: st.DataObject) -> None:
     """As gather, for every way of combining; indices repeat."""
     rng = np.random.default_rng(0)
-    logical_axes, sizes, widths, batch, looked_up = _draw_indexing(data)
+    uses, sizes, widths, batch, looked_up = _draw_indexing(data)
     mode = data.draw(MODES)
     function, primitive = data.draw(
         st.sampled_from(
@@ -455,10 +453,8 @@ def test_scatter(data: st.DataObject) -> None:
             )
         )
     )
-    indices = _indices(
-        rng, logical_axes, sizes, batch + looked_up, inside=mode == "promise_in_bounds"
-    )
-    windows = _dims(logical_axes, "full", "part", "full at index")
+    indices = _indices(rng, uses, sizes, batch + looked_up, inside=mode == "promise_in_bounds")
+    windows = _dims(uses, "full", "part", "full at index")
     rank = len(batch) + len(looked_up) + len(windows)
     places = tuple(sorted(data.draw(st.permutations(range(rank)))[: len(windows)]))
     around = iter(batch + looked_up)
@@ -468,9 +464,9 @@ def test_scatter(data: st.DataObject) -> None:
     )
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=places,
-        inserted_window_dims=_dims(logical_axes, "row"),
-        scatter_dims_to_operand_dims=_dims(logical_axes, "row", "part", "full at index"),
-        operand_batching_dims=_dims(logical_axes, "batch"),
+        inserted_window_dims=_dims(uses, "row"),
+        scatter_dims_to_operand_dims=_dims(uses, "row", "part", "full at index"),
+        operand_batching_dims=_dims(uses, "batch"),
         scatter_indices_batching_dims=tuple(range(len(batch))),
     )
     holds(
@@ -517,16 +513,16 @@ def test_linear_algebra(data: st.DataObject) -> None:
 def test_keys(shape: list[int], words: list[int], name: str) -> None:
     """Keys of any shape: their dimensions pass."""
     seeds = np.arange(int(np.prod(shape))).reshape(shape)
-    made: Callable[[Any], Any] = {
+    function: Callable[[Any], Any] = {
         "random_bits": lambda k: jax.random.bits(k, tuple(words)),
         "random_split": lambda k: jax.random.split(k, tuple(words)),
         "random_unwrap": jax.random.key_data,
     }[name]
     for _ in shape:
-        made = jax.vmap(made)
+        function = jax.vmap(function)
     keys = jax.random.key(0)
     make = jax.random.key
     for _ in shape:
         make = jax.vmap(make)
     keys = make(jnp.asarray(seeds)) if shape else keys
-    holds(name, made, keys)
+    holds(name, function, keys)

@@ -27,17 +27,17 @@ def lowered_primitives() -> set[str]:
 
     Asked of a fresh interpreter: other tests and libraries register primitives of their own.
     """
-    found = subprocess.run(
+    listing = subprocess.run(
         [sys.executable, "-c", NAMES], capture_output=True, text=True, check=True
     )
-    return set(found.stdout.split())
+    return set(listing.stdout.split())
 
 
 def test_every_lowered_primitive_has_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
-    known, names = known_primitives(), lowered_primitives()
+    registered, names = known_primitives(), lowered_primitives()
     assert len(names) > 200
-    assert names - set(known) == set()
-    counts = Counter(known[name].coverage.value for name in names)
+    assert names - set(registered) == set()
+    counts = Counter(registered[name].coverage.value for name in names)
     with capsys.disabled():
         print(f"\njax {jax.__version__}: {len(names)} primitives, {dict(sorted(counts.items()))}")
 
@@ -61,7 +61,7 @@ def test_unknown_structural_and_opaque_primitives_link_nothing(primitive: str) -
 
 @pytest.mark.parametrize("primitive", sorted(known_primitives()))
 def test_strange_parameters_never_raise(primitive: str) -> None:
-    """Every dimension has a loop even where the parameters are not there at all."""
+    """Every dimension has a factor even where the parameters are not there at all."""
     rule = rule_of(_eqn(primitive))
     assert [len(factors) for factors in rule.operands + rule.results] == [2, 2, 2]
     assert {factor for factors in rule.operands + rule.results for factor in factors} <= set(

@@ -1,4 +1,4 @@
-"""Each primitive with a rule, run whole and in pieces; and what its rule does not allow, tried
+"""Each primitive with a rule, run whole and in shards; and what its rule does not allow, tried
 too."""
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ NOT_RUN = {
 """Rules that no case runs, and why."""
 
 LEFT_WHOLE = {
-    "reshape[nothing in common]": "(6, 2) -> (4, 3): pieces of 6 and of 4 agree for common divisors only; to join such "
-    "sizes would put unlike dimensions into one axis class",
+    "reshape[nothing in common]": (
+        "(6, 2) -> (4, 3): shards of 6 and of 4 agree for common divisors only; to join such sizes "
+        "would put unlike dimensions into one axis class"
+    ),
 }
 """Cases with a cut that works, and that the rule leaves out on purpose."""
 
@@ -62,8 +64,8 @@ def test_no_link_is_missing(case: Case) -> None:
     if set(rule.kinds) <= {FactorKind.PASS_THROUGH, FactorKind.REDUCTION}:
         return
     others = [case.make(np.random.default_rng(seed)) for seed in (1, 2)]
-    found = missing([app, *others], rule, case.tolerance)
-    assert bool(found) == (str(case) in LEFT_WHOLE), found
+    links = missing([app, *others], rule, case.tolerance)
+    assert bool(links) == (str(case) in LEFT_WHOLE), links
 
 
 def test_every_rule_is_run_or_excused() -> None:

@@ -21,7 +21,7 @@ PASS, REDUCED, PERMUTED, WHOLE = (
 Shape = tuple[int, ...]
 
 
-def rule(
+def rule_on(
     primitive: str, operands: list[Shape], results: list[Shape], **params: Any
 ) -> ShardingRule:
     """Rule of a primitive on shapes alone."""
@@ -30,13 +30,13 @@ def rule(
     return rule_of(Eqn(0, primitive, params, values[: len(operands)], values[len(operands) :]))
 
 
-def linked(found: ShardingRule) -> set[tuple[int, int]]:
-    """(operand dimension, result dimension) pairs of a reshape that are one PASS_THROUGH loop."""
+def linked(rule: ShardingRule) -> set[tuple[int, int]]:
+    """(operand dimension, result dimension) pairs of a reshape that are one PASS_THROUGH factor."""
     return {
         (i, j)
-        for i, a in enumerate(found.operands[0])
-        for j, b in enumerate(found.results[0])
-        if a == b and found.kinds[a] is PASS
+        for i, a in enumerate(rule.operands[0])
+        for j, b in enumerate(rule.results[0])
+        if a == b and rule.kinds[a] is PASS
     }
 
 
@@ -75,7 +75,7 @@ def test_reshape_joins_the_major_dimensions(
         ((24,), (2, 3, 4), set(), {0, 1}, {(0, 2)}),
     ],
 )
-def test_a_scanned_dimension_leaves_the_loop_to_the_next(
+def test_a_scanned_dimension_leaves_the_factor_to_the_next(
     in_shape: Shape,
     out_shape: Shape,
     skip_in: set[int],
@@ -94,25 +94,25 @@ def test_groups_are_the_shortest() -> None:
 
 
 def test_update_of_a_whole_dimension_joins_and_of_a_part_does_not() -> None:
-    found = rule("dynamic_update_slice", [(4, 6), (4, 2), (), ()], [(4, 6)])
-    assert found.operands[0] == found.results[0]
-    assert found.operands[1][0] == found.operands[0][0]
-    assert found.kinds[found.operands[1][1]] is WHOLE
+    rule = rule_on("dynamic_update_slice", [(4, 6), (4, 2), (), ()], [(4, 6)])
+    assert rule.operands[0] == rule.results[0]
+    assert rule.operands[1][0] == rule.operands[0][0]
+    assert rule.kinds[rule.operands[1][1]] is WHOLE
 
 
 def test_changed_dimensions_of_a_slice_correspond_without_being_one_axis() -> None:
-    found = rule("dynamic_slice", [(4, 6), (), ()], [(4, 2)], slice_sizes=(4, 2))
-    assert found.operands[0] == found.results[0]
-    assert [found.kinds[factor] for factor in found.operands[0]] == [PASS, PERMUTED]
+    rule = rule_on("dynamic_slice", [(4, 6), (), ()], [(4, 2)], slice_sizes=(4, 2))
+    assert rule.operands[0] == rule.results[0]
+    assert [rule.kinds[factor] for factor in rule.operands[0]] == [PASS, PERMUTED]
 
 
 def test_every_other_element_passes() -> None:
     """Rotary embeddings that interleave take x[..., ::2] and x[..., 1::2]."""
     for start in (0, 1):
-        found = rule(
+        rule = rule_on(
             "slice", [(8,)], [(4,)], start_indices=(start,), limit_indices=(8,), strides=(2,)
         )
-        assert found.kinds == (PASS,)
+        assert rule.kinds == (PASS,)
 
 
 def _gather_numbers(**numbers: Any) -> SimpleNamespace:
@@ -123,7 +123,7 @@ def test_embedding_look_up() -> None:
     """(vocabulary, features)[tokens]: a split vocabulary leaves a partial sum, features and tokens
     pass."""
     numbers = _gather_numbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    found = rule(
+    rule = rule_on(
         "gather",
         [(64, 8), (2, 6, 1)],
         [(2, 6, 8)],
@@ -131,10 +131,10 @@ def test_embedding_look_up() -> None:
         slice_sizes=(1, 8),
         mode="clip",
     )
-    vocabulary, features = found.operands[0]
-    assert (found.kinds[vocabulary], found.kinds[features]) == (REDUCED, PASS)
-    assert found.results[0] == (*found.operands[1][:2], features)
-    assert found.kinds[found.operands[1][2]] is WHOLE
+    vocabulary, features = rule.operands[0]
+    assert (rule.kinds[vocabulary], rule.kinds[features]) == (REDUCED, PASS)
+    assert rule.results[0] == (*rule.operands[1][:2], features)
+    assert rule.kinds[rule.operands[1][2]] is WHOLE
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_scatter_into_rows(primitive: str, batch: FactorKind) -> None:
         operand_batching_dims=(),
         scatter_indices_batching_dims=(),
     )
-    found = rule(primitive, [(64, 8), (6, 1), (6, 8)], [(64, 8)], dimension_numbers=numbers)
-    assert found.operands[0] == found.results[0]
-    assert [found.kinds[factor] for factor in found.operands[0]] == [PASS, PASS]
-    assert found.operands[2] == (found.operands[1][0], found.operands[0][1])
-    assert found.kinds[found.operands[1][0]] is batch
-    assert found.combine == ("max" if primitive == "scatter-max" else "add")
+    rule = rule_on(primitive, [(64, 8), (6, 1), (6, 8)], [(64, 8)], dimension_numbers=numbers)
+    assert rule.operands[0] == rule.results[0]
+    assert [rule.kinds[factor] for factor in rule.operands[0]] == [PASS, PASS]
+    assert rule.operands[2] == (rule.operands[1][0], rule.operands[0][1])
+    assert rule.kinds[rule.operands[1][0]] is batch
+    assert rule.combine == ("max" if primitive == "scatter-max" else "add")
 
 
 def _conv(lhs: Shape, rhs: Shape, out: Shape, **params: Any) -> ShardingRule:
@@ -169,37 +169,37 @@ def _conv(lhs: Shape, rhs: Shape, out: Shape, **params: Any) -> ShardingRule:
         "feature_group_count": 1,
         "batch_group_count": 1,
     }
-    return rule(
+    return rule_on(
         "conv_general_dilated", [lhs, rhs], [out], dimension_numbers=numbers, **(defaults | params)
     )
 
 
 def test_convolution_with_a_halo() -> None:
-    found = _conv((2, 4, 8), (6, 4, 3), (2, 6, 8), padding=((1, 1),))
-    (batch, features, space), kernel = found.operands
-    assert found.results[0] == (batch, kernel[0], space)
+    rule = _conv((2, 4, 8), (6, 4, 3), (2, 6, 8), padding=((1, 1),))
+    (batch, features, space), kernel = rule.operands
+    assert rule.results[0] == (batch, kernel[0], space)
     assert kernel[1] == features
-    assert [found.kinds[x] for x in (batch, features, space, *kernel)] == [
+    assert [rule.kinds[x] for x in (batch, features, space, *kernel)] == [
         PASS, REDUCED, PERMUTED, PASS, REDUCED, WHOLE
     ]  # fmt: skip
 
 
 def test_patches_of_a_vision_transformer_pass() -> None:
-    found = _conv((2, 3, 8), (6, 3, 2), (2, 6, 4), window_strides=(2,))
-    assert found.kinds[found.operands[0][2]] is PASS
-    assert found.results[0][2] == found.operands[0][2]
+    rule = _conv((2, 3, 8), (6, 3, 2), (2, 6, 4), window_strides=(2,))
+    assert rule.kinds[rule.operands[0][2]] is PASS
+    assert rule.results[0][2] == rule.operands[0][2]
 
 
 @pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
-def test_groups_of_a_convolution_are_one_loop(groups: str) -> None:
+def test_groups_of_a_convolution_are_one_factor(groups: str) -> None:
     lhs, rhs, out = {
         "feature_group_count": ((2, 8, 6), (8, 1, 3), (2, 8, 4)),
         "batch_group_count": ((8, 2, 6), (8, 2, 3), (1, 8, 4)),
     }[groups]
-    found = _conv(lhs, rhs, out, **{groups: 8})
+    rule = _conv(lhs, rhs, out, **{groups: 8})
     grouped = 1 if groups == "feature_group_count" else 0
-    assert found.operands[0][grouped] == found.operands[1][0] == found.results[0][1]
-    assert found.kinds[found.operands[1][0]] is PASS
+    assert rule.operands[0][grouped] == rule.operands[1][0] == rule.results[0][1]
+    assert rule.kinds[rule.operands[1][0]] is PASS
 
 
 def test_windows_that_share_or_leave_out_elements_do_not_tile() -> None:
@@ -210,39 +210,39 @@ def test_windows_that_share_or_leave_out_elements_do_not_tile() -> None:
 
 
 def test_broadcast_makes_new_dimensions_on_each_device() -> None:
-    found = rule(
+    rule = rule_on(
         "broadcast_in_dim", [(1, 6)], [(4, 3, 6)], shape=(4, 3, 6), broadcast_dimensions=(1, 2)
     )
-    assert [found.kinds[factor] for factor in found.results[0]] == [PASS, PASS, PASS]
-    assert found.kinds[found.operands[0][0]] is WHOLE
-    assert found.operands[0][1] == found.results[0][2]
+    assert [rule.kinds[factor] for factor in rule.results[0]] == [PASS, PASS, PASS]
+    assert rule.kinds[rule.operands[0][0]] is WHOLE
+    assert rule.operands[0][1] == rule.results[0][2]
 
 
 def test_scalar_predicates_and_bounds_have_no_dimension() -> None:
-    found = rule("select_n", [(), (4, 6), (4, 6)], [(4, 6)])
-    assert found.operands == ((), (0, 1), (0, 1))
-    found = rule("clamp", [(), (4, 6), ()], [(4, 6)])
-    assert found.operands == ((), (0, 1), ())
+    rule = rule_on("select_n", [(), (4, 6), (4, 6)], [(4, 6)])
+    assert rule.operands == ((), (0, 1), (0, 1))
+    rule = rule_on("clamp", [(), (4, 6), ()], [(4, 6)])
+    assert rule.operands == ((), (0, 1), ())
 
 
 def test_barrier_operands_stay_apart() -> None:
-    found = rule("optimization_barrier", [(4,), (4,)], [(4,), (4,)])
-    assert found.operands == found.results == ((0,), (1,))
+    rule = rule_on("optimization_barrier", [(4,), (4,)], [(4,), (4,)])
+    assert rule.operands == rule.results == ((0,), (1,))
 
 
 def test_bit_casts_keep_the_parts_of_an_element_together() -> None:
-    wider = rule("bitcast_convert_type", [(4, 6)], [(4, 6, 4)])
+    wider = rule_on("bitcast_convert_type", [(4, 6)], [(4, 6, 4)])
     assert wider.results[0][:2] == wider.operands[0]
     assert wider.kinds[wider.results[0][2]] is WHOLE
 
 
 def test_what_is_made_from_nothing_passes() -> None:
-    assert rule("iota", [], [(4, 6)], shape=(4, 6), dimension=0).kinds == (PASS, PASS)
-    bits = rule("random_bits", [()], [(4, 6)], shape=(4, 6), bit_width=32)
+    assert rule_on("iota", [], [(4, 6)], shape=(4, 6), dimension=0).kinds == (PASS, PASS)
+    bits = rule_on("random_bits", [()], [(4, 6)], shape=(4, 6), bit_width=32)
     assert (bits.kinds, bits.results) == ((PASS, PASS), ((0, 1),))
 
 
 def test_sorted_dimension_is_whole_for_every_operand() -> None:
-    found = rule("sort", [(4, 6)] * 2, [(4, 6)] * 2, dimension=1, num_keys=1)
-    assert found.kinds == (PASS, WHOLE)
-    assert found.operands == found.results == ((0, 1), (0, 1))
+    rule = rule_on("sort", [(4, 6)] * 2, [(4, 6)] * 2, dimension=1, num_keys=1)
+    assert rule.kinds == (PASS, WHOLE)
+    assert rule.operands == rule.results == ((0, 1), (0, 1))
