@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.compiler.hlo_collectives import read_collectives, read_full_remat_warnings
 from autoshard.compiler.hlo_cycles import read_cycles
+from autoshard.devices.platforms import facts_of
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.evidence.collectives import CollectiveOp, collective_bytes, summarise
 from autoshard.layout.constraints import constraints_for
@@ -218,8 +219,7 @@ def evidence_of(
     """
     figures = reading.figures
     peak = figures.argument_bytes + figures.output_bytes - figures.alias_bytes + figures.temp_bytes
-    # XLA:CPU leaves temporaries out of the peak that it states.
-    if mesh.platform != "cpu":
+    if facts_of(mesh.platform).peak_has_temporaries:
         peak = figures.peak_bytes or peak
     return CompiledEvidence(
         collectives=summarise(reading.ops),

@@ -30,6 +30,7 @@ import msgspec
 from autoshard.compiler.compile import Built, CompilerOptions, Reading, evidence_of, read_program
 from autoshard.compiler.worker import Reply, Request
 from autoshard.devices import topology
+from autoshard.devices.platforms import facts_of
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
@@ -338,7 +339,7 @@ def _environment(mesh: MeshInfo) -> dict[str, str]:
     if mesh.target is not None:
         return environment | topology.environment(mesh.target)
     environment["JAX_PLATFORMS"] = getattr(jax.config, "jax_platforms", None) or ""
-    if mesh.platform == "cpu":
+    if facts_of(mesh.platform).on_host:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["JAX_NUM_CPU_DEVICES"] = str(jax.local_device_count("cpu"))
     return environment

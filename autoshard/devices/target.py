@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from autoshard.devices.mesh_text import axes_text, parse_axes
 from autoshard.devices.parts import GPUS, TPUS, gpu_description
+from autoshard.devices.platforms import facts_of
 from autoshard.errors import TargetError
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -53,8 +54,8 @@ class Target:
 
     def __str__(self) -> str:
         grid = "x".join(map(str, self.shape))
-        if self.platform == "cpu":
-            return f"cpu:{grid}"
+        if facts_of(self.platform).on_host:
+            return f"{self.platform}:{grid}"
         times = f"*{self.slices}" if self.slices > 1 else ""
         return f"{self.platform}:{self.part}:{grid}{times}"
 

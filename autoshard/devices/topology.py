@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from autoshard.devices.parts import TPUS
+from autoshard.devices.platforms import facts_of
 from autoshard.devices.target import Target
 from autoshard.errors import ExtraError
 
@@ -44,7 +45,7 @@ def require_compiler(target: Target) -> None:
     Raises:
         ExtraError: If it is not; the message has the command that installs it.
     """
-    if target.platform == "cpu":
+    if facts_of(target.platform).on_host:
         return
     extra = _EXTRAS[target.platform]
     if not any(importlib.util.find_spec(package) for package in extra.packages):
@@ -58,7 +59,7 @@ def require_compiler(target: Target) -> None:
 
 def environment(target: Target) -> dict[str, str]:
     """Variables of a process that compiles for a target, and looks for no accelerator or cloud."""
-    if target.platform == "cpu":
+    if facts_of(target.platform).on_host:
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(target.device_count)}
     host_only = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     if target.platform == "gpu":
@@ -79,7 +80,7 @@ def open_devices(target: Target) -> dict[int, jax.Device]:
     Raises:
         RuntimeError: Of the compiler, where it does not know the target.
     """
-    if target.platform == "cpu":
+    if facts_of(target.platform).on_host:
         return {device.id: device for device in jax.local_devices(backend="cpu")}
     if target.platform == "gpu":
         hosts, per_host = target.shape

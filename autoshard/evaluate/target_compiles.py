@@ -17,6 +17,7 @@ from autoshard.compiler.cache import Refusal
 from autoshard.compiler.compile import Reading, build, evidence_of
 from autoshard.compiler.pool import Job, Outcome
 from autoshard.cost_model.predict import Predictor
+from autoshard.devices.platforms import facts_of
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.evaluation import Evaluation, program_s
 from autoshard.evidence.candidate import CompiledEvidence, Status
@@ -36,7 +37,7 @@ def has_quick_level(evaluation: Evaluation) -> bool:
     """True where the compiler has a quick level, and the user does not choose another."""
     options = evaluation.setting.compiler_options or {}
     platform = evaluation.setting.prepared.request.mesh.platform
-    return platform == "tpu" and "optimization_level" not in options
+    return facts_of(platform).has_quick_level and "optimization_level" not in options
 
 
 def compile_on_target(evaluation: Evaluation, entries: Sequence[Entry], level: Level) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard.devices.mesh_text import parse_axes
+from autoshard.devices.platforms import facts_of
 from autoshard.devices.target import Target
 from autoshard.errors import MeshError
 from autoshard.layout.spec import Spec, to_partition_spec
@@ -78,9 +79,9 @@ class MeshInfo:
     @property
     def far_axes(self) -> tuple[str, ...]:
         """Mesh axes that cross a slower network: slices of TPUs, hosts of GPUs."""
-        if self.platform not in ("tpu", "gpu"):
+        attribute = facts_of(self.platform).island
+        if not attribute:
             return ()
-        attribute = "slice_index" if self.platform == "tpu" else "process_index"
         # None (and no attribute at all) stands for a single slice.
         numbers = [getattr(device, attribute, None) or 0 for device in self.user.devices.flat]
         # [size of each mesh axis]: slice or host of each device.
@@ -121,7 +122,11 @@ def _over_local_devices(text: str) -> Mesh:
     needed = math.prod(axes.values())
     if needed != len(devices):
         platform = devices[0].platform
-        fix = f"--cpu-devices {needed}" if platform == "cpu" else "a mesh of that many devices"
+        fix = (
+            f"--cpu-devices {needed}"
+            if facts_of(platform).on_host
+            else "a mesh of that many devices"
+        )
         raise MeshError(
             f"mesh={text!r} needs {needed} devices, but this process has {len(devices)} "
             f"{platform} devices. Use sizes whose product is {len(devices)}, or {fix} "
