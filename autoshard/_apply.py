@@ -37,7 +37,7 @@ LayoutSource = Plan | SpecTable | str | Path | Sequence[AxisRule | str | tuple[s
 UNSEARCHED = "the rules of a plan for other shapes, applied without a search"
 
 
-def apply(
+def apply(  # noqa: PLR0913
     fn: Callable[..., Any],
     example_args: Sequence[Any] | Callable[[], Sequence[Any]],
     mesh: Mesh | str,

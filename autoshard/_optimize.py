@@ -30,7 +30,7 @@ from autoshard.search.study.shared_study import Sharing
 from autoshard.tracing.carry import Carry
 
 
-def optimize(
+def optimize(  # noqa: PLR0913
     fn: Callable[..., Any] | None,
     example_args: Sequence[Any] | Callable[[], Sequence[Any]] | None,
     mesh: Mesh | str | int,

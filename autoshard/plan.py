@@ -1,4 +1,4 @@
-"""The plan: what `optimize` returns; it runs as the function does, and says what it does and why."""
+"""The plan: what `optimize` returns; it runs as the function and says what it does and why."""
 
 from __future__ import annotations
 

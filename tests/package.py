@@ -55,7 +55,8 @@ def check(distribution: Path, folder: Path) -> None:
     report = ("report", "specs/train_step.json", "--html", html)
     run(environment / "bin" / "autoshard", *report, cwd=folder)
     print(
-        f"{distribution.name}: installs, {version}, the README's example runs, {html.stat().st_size} bytes of HTML"
+        f"{distribution.name}: installs, {version}, the README's example runs, "
+        f"{html.stat().st_size} bytes of HTML"
     )
 
 

@@ -19,8 +19,12 @@ sys.path.insert(0, str(ROOT / "examples"))
 def test_the_textbook_mlp_is_column_then_row_split_under_its_budget() -> None:
     found = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "mlp.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "equal the NumPy computation" in found.stdout
 
@@ -63,8 +67,12 @@ def test_small_examples_run_and_stay_small(name: str, tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) < 65
     found = subprocess.run(
         [sys.executable, str(file)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
         check=False,
-    )  # fmt: skip
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     assert SMALL[name] in found.stdout

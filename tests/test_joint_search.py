@@ -114,9 +114,14 @@ ARGS = (np.ones((64, 64), np.float32), np.ones((32, 64), np.float32))
 
 def test_the_faster_variant_wins_and_the_others_are_noted() -> None:
     plan = autoshard.optimize(
-        None, ARGS, "data=4,model=2", variants={"often": often, "twice": twice}, hardware=FREE, effort=NOTHING,
+        None,
+        ARGS,
+        "data=4,model=2",
+        variants={"often": often, "twice": twice},
+        hardware=FREE,
+        effort=NOTHING,
         progress=False,
-    )  # fmt: skip
+    )
     assert plan.chosen == "twice"
     assert any(note.startswith("variant often: ") for note in plan.notes)
     assert plan(*ARGS) == pytest.approx(float(twice(*map(jnp.asarray, ARGS))), rel=1e-4)
@@ -128,9 +133,15 @@ def test_samples_decide_what_is_fast() -> None:
 
     def chosen(samples: Any) -> str:
         return autoshard.optimize(
-            None, ARGS, "data=4,model=2", variants=variants, samples_per_step=samples, hardware=FREE, effort=NOTHING,
+            None,
+            ARGS,
+            "data=4,model=2",
+            variants=variants,
+            samples_per_step=samples,
+            hardware=FREE,
+            effort=NOTHING,
             progress=False,
-        ).chosen  # fmt: skip
+        ).chosen
 
     assert chosen(None) == "batch=32"
     assert chosen({"batch=32": 32, "batch=128": 128_000}) == "batch=128"

@@ -329,8 +329,13 @@ def test_pins_hold_and_feed_an_eval_step(plan: autoshard.Plan, mesh: Mesh) -> No
     for path, spec in eval_plan.specs.items():
         assert spec == plan.specs[path]
     pinned = autoshard.optimize(
-        mlp_step, mlp_args(), mesh, pins={re.compile(r"w\d$"): P("model")}, effort=QUICK, progress=False
-    )  # fmt: skip
+        mlp_step,
+        mlp_args(),
+        mesh,
+        pins={re.compile(r"w\d$"): P("model")},
+        effort=QUICK,
+        progress=False,
+    )
     assert pinned.specs["params/w1"] == pinned.specs["params/w2"] == P("model")
 
 
@@ -359,22 +364,40 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"x is float32\[16, 30\].*dimension 1 \(size 30\).*'data' \(size 4\).*\n.*32",
     ),
     "a pin for a path that does not exist": (
-        {"pins": {"params/w3": P()}}, autoshard.PathError, r"params/w3.*Nearest: params/w",
+        {"pins": {"params/w3": P()}},
+        autoshard.PathError,
+        r"params/w3.*Nearest: params/w",
     ),
-    "a pin on an unknown mesh axis": ({"pins": {"x": P("date")}}, autoshard.SpecError, r"'date'.*Use data"),
-    "a mesh string with the wrong device count": ({"mesh": "data=3"}, autoshard.MeshError, "3 devices.*has 8"),
+    "a pin on an unknown mesh axis": (
+        {"pins": {"x": P("date")}},
+        autoshard.SpecError,
+        r"'date'.*Use data",
+    ),
+    "a mesh string with the wrong device count": (
+        {"mesh": "data=3"},
+        autoshard.MeshError,
+        "3 devices.*has 8",
+    ),
     "a mesh string that is none": ({"mesh": "data:4"}, autoshard.MeshError, "data=4,model=2"),
     "a function that cannot be traced": (
-        {"fn": broken, "example_args": (np.ones(8, np.float32),)}, autoshard.TraceError, r"jax\.jit\(broken\)",
+        {"fn": broken, "example_args": (np.ones(8, np.float32),)},
+        autoshard.TraceError,
+        r"jax\.jit\(broken\)",
     ),
-    "the wrong number of arguments": ({"example_args": mlp_args()[:2]}, autoshard.SignatureError, "missing"),
+    "the wrong number of arguments": (
+        {"example_args": mlp_args()[:2]},
+        autoshard.SignatureError,
+        "missing",
+    ),
     "a budget that is no size": ({"memory_budget_bytes": "lots"}, autoshard.ArgumentError, "16GiB"),
     "a carry that does not exist": ({"carry": {0: 7}}, autoshard.ArgumentError, "outputs"),
     "a mesh axis that compilers abort on": (
-        {"mesh": Mesh(np.array(jax.devices()), ("données",))}, autoshard.MeshError, "ASCII",
+        {"mesh": Mesh(np.array(jax.devices()), ("données",))},
+        autoshard.MeshError,
+        "ASCII",
     ),
     "unknown hardware": ({"hardware": "tpu_v99"}, autoshard.HardwareError, "tpu_v5e"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -72,7 +72,7 @@ def common(
 
 
 @app.command()
-def search(
+def search(  # noqa: PLR0913 - a command has as many options as its users need
     what: What,
     mesh: Mesh = None,
     target: Target = None,

@@ -56,11 +56,11 @@ WATCH_S = 2.0
 for the second reading."""
 
 RUN_TIMEOUT_S = 3600.0
-"""How long verifying or measuring a candidate may take where a job says nothing else. Compiling what
-is to be run counts in; nothing that was ever seen to end took longer. Tests set their own."""
+"""How long verifying or measuring a candidate may take where a job says nothing else. Compiling
+what is to be run counts in; nothing that was ever seen to end took longer. Tests set their own."""
 
 
-def worker(
+def worker(  # noqa: PLR0913 - a command has as many options as its users need
     what: What,
     storage: Storage = None,
     study: Study = None,
@@ -138,7 +138,7 @@ def _log_best(plan: Plan) -> None:
     logging.getLogger("autoshard.jobs").info("finished: the best is %s%s", best.name, seconds)
 
 
-def finish(
+def finish(  # noqa: PLR0913 - a command has as many options as its users need
     what: What,
     out: Out = None,
     storage: Storage = None,

@@ -109,7 +109,7 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
 
 
 def inputs_for(call: Call, program: Program) -> Inputs:
-    """Inputs of a call; see the module's docstring for what is generated where leaves are abstract."""
+    """Inputs of a call; the module's docstring says what is generated for abstract leaves."""
     sizes = []
     for eqn in program.eqns:
         if eqn.primitive not in INDEXING:

@@ -107,7 +107,7 @@ class Claims:
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial]) -> Claims:
-        """Reads the trials of a study, in the order of their numbers: of two claims the first holds."""
+        """Reads the trials of a study in order of number; of two claims the first holds."""
         results: dict[TaskId, FrozenTrial] = {}
         unfinished: dict[TaskId, FrozenTrial] = {}
         deaths: Counter[TaskId] = Counter()

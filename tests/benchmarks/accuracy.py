@@ -1,6 +1,7 @@
 """How far predictions are from the compiled program: `make bench-accuracy`, or
 
-    python -m tests.benchmarks.accuracy --models gpt2,llama --meshes 4x2 --layouts 6 --cache evidence.jsonl --out a.json
+    python -m tests.benchmarks.accuracy --models gpt2,llama --meshes 4x2 --layouts 6 --cache
+    evidence.jsonl --out a.json
 
 For each model, mesh and layout (random distinct ones beside the presets): predicted, partitioned
 and compiled bytes of the collectives by kind, predicted and compiled peak memory. Prints a table,

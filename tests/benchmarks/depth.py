@@ -84,11 +84,18 @@ def run(layers: int, seed: int = 0) -> dict[str, Any]:
         rates.append(len(index) / (time.perf_counter() - began_s))
     best = proposals.ranked[0]
     return {
-        "layers": layers, "equations": len(traced.program.eqns), "axes": axes.count, "logical axes": len(logical_axes.axes),
-        "seconds": stages.seconds, "predictions_per_s": statistics.median(rates), "evaluations": proposals.evaluations,
-        "rules": [str(rule) for rule in best.layout.rules], "predicted_s": best.prediction.time_s,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "jax": jax.__version__,
-    }  # fmt: skip
+        "layers": layers,
+        "equations": len(traced.program.eqns),
+        "axes": axes.count,
+        "logical axes": len(logical_axes.axes),
+        "seconds": stages.seconds,
+        "predictions_per_s": statistics.median(rates),
+        "evaluations": proposals.evaluations,
+        "rules": [str(rule) for rule in best.layout.rules],
+        "predicted_s": best.prediction.time_s,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "jax": jax.__version__,
+    }
 
 
 def random_layouts(problem: Problem, predictor: Predictor, seed: int) -> Any:

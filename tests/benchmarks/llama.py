@@ -69,10 +69,16 @@ def train_step(sizes: Sizes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     d, k, ff = sizes.d, sizes.head_size, sizes.ff
     layer = {
-        "wq": array(d, sizes.heads, k), "wk": array(d, sizes.kv_heads, k), "wv": array(d, sizes.kv_heads, k),
-        "wo": array(sizes.heads, k, d), "w1": array(d, ff), "w3": array(d, ff), "w2": array(ff, d),
-        "n1": array(d), "n2": array(d),
-    }  # fmt: skip
+        "wq": array(d, sizes.heads, k),
+        "wk": array(d, sizes.kv_heads, k),
+        "wv": array(d, sizes.kv_heads, k),
+        "wo": array(sizes.heads, k, d),
+        "w1": array(d, ff),
+        "w3": array(d, ff),
+        "w2": array(ff, d),
+        "n1": array(d),
+        "n2": array(d),
+    }
     params = {
         "emb": array(sizes.vocab, d), "out": array(d, sizes.vocab), "norm": array(d),
         "layers": [dict(layer) for _ in range(sizes.layers)],

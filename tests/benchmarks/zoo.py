@@ -142,10 +142,15 @@ class DeviceRunner:
         began_s = time.perf_counter()
         try:
             plan = autoshard.optimize(
-                self._whole.step, self._whole.args, self._mesh, donate_argnums=self._whole.donate,
-                hardware=self.hardware, progress=False, memory_budget_bytes=self.hardware.memory_bytes,
+                self._whole.step,
+                self._whole.args,
+                self._mesh,
+                donate_argnums=self._whole.donate,
+                hardware=self.hardware,
+                progress=False,
+                memory_budget_bytes=self.hardware.memory_bytes,
                 effort=autoshard.Effort(compiled=10, measured=0),
-            )  # fmt: skip
+            )
         except autoshard.AutoshardError as error:
             return {"failed": str(error)[:300]}
         search_s = time.perf_counter() - began_s
@@ -154,11 +159,14 @@ class DeviceRunner:
             "s": self._seconds(plan.layout, compiled.executable.as_text() or ""),
             "bytes": compiled.evidence.collective_bytes,
             "peak_bytes": compiled.evidence.peak_bytes,
-            "flops": compiled.evidence.flops, "compute_s": self.predictor.predict(plan.layout).compute_s,
-            "rules": [str(rule) for rule in plan.rules], "constraints": winner_of(plan).constraints,
-            "search_s": search_s, "name": winner_of(plan).name,
+            "flops": compiled.evidence.flops,
+            "compute_s": self.predictor.predict(plan.layout).compute_s,
+            "rules": [str(rule) for rule in plan.rules],
+            "constraints": winner_of(plan).constraints,
+            "search_s": search_s,
+            "name": winner_of(plan).name,
             "bound": self.predictor.least_s() / self.predictor.predict(plan.layout).time_s,
-        }  # fmt: skip
+        }
 
     def parallax(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """What google-parallax says, compiled and priced in the same way; why it says nothing.
@@ -245,9 +253,15 @@ class Row:
 
 
 HEADINGS = (
-    "problem", "found, ms", "peak, GiB", "best preset that fits, ms", "ratio", "as arguments only, ms", "ratio",
+    "problem",
+    "found, ms",
+    "peak, GiB",
+    "best preset that fits, ms",
+    "ratio",
+    "as arguments only, ms",
+    "ratio",
     "bound",
-)  # fmt: skip
+)
 
 
 def lines(rows: list[Row]) -> Iterator[str]:

@@ -44,11 +44,15 @@ class Decoder:
         n, d, k = self.layers, self.d, self.d // self.heads
         of_expert = (self.experts,) if self.experts else ()
         layers = {
-            "wq": array(n, d, self.heads, k), "wk": array(n, d, self.kv_heads, k), "wv": array(n, d, self.kv_heads, k),
-            "wo": array(n, self.heads, k, d), "norm": array(n, 2, d),
-            "gate": array(n, *of_expert, d, self.ff), "up": array(n, *of_expert, d, self.ff),
+            "wq": array(n, d, self.heads, k),
+            "wk": array(n, d, self.kv_heads, k),
+            "wv": array(n, d, self.kv_heads, k),
+            "wo": array(n, self.heads, k, d),
+            "norm": array(n, 2, d),
+            "gate": array(n, *of_expert, d, self.ff),
+            "up": array(n, *of_expert, d, self.ff),
             "down": array(n, *of_expert, self.ff, d),
-        }  # fmt: skip
+        }
         if self.experts:
             layers["router"] = array(n, d, self.experts)
         return {
@@ -136,9 +140,14 @@ def multi_query_decoding() -> WholeModel:
     splits the cache."""
     n, d, heads, k, ff, batch, length = 64, 8192, 32, 256, 32768, 256, 2048
     params = {
-        "wq": array(n, d, heads, k), "wkv": array(n, d, 2, k), "wo": array(n, heads, k, d),
-        "gate": array(n, d, ff), "up": array(n, d, ff), "down": array(n, ff, d), "norm": array(n, d),
-    }  # fmt: skip
+        "wq": array(n, d, heads, k),
+        "wkv": array(n, d, 2, k),
+        "wo": array(n, heads, k, d),
+        "gate": array(n, d, ff),
+        "up": array(n, d, ff),
+        "down": array(n, ff, d),
+        "norm": array(n, d),
+    }
 
     def decode(params: Tree, cache: Any, x: Any) -> tuple[Any, Any]:
         def layer(x: Any, both: Tree) -> tuple[Any, Any]:

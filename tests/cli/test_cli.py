@@ -198,18 +198,28 @@ BAD = {
     "a factory that does not exist": (("search", "job:nope", *SEARCH), 2, "has no function 'nope'"),
     "a module that does not exist": (("search", "nojob:factory", *SEARCH), 2, "no module 'nojob'"),
     "no factory at all": (("search", "job", *SEARCH), 2, "pkg.module:factory"),
-    "a factory that returns something else": (("search", "job:nothing", *SEARCH), 2, "return (fn, example_args)"),
+    "a factory that returns something else": (
+        ("search", "job:nothing", *SEARCH),
+        2,
+        "return (fn, example_args)",
+    ),
     "a factory that fails": (("search", "job:failing", *SEARCH), 2, "no data here"),
     "no mesh": (("search", "job:factory", "--cpu-devices", "8"), 2, "--mesh"),
-    "another number of devices": (("search", "job:factory", "--mesh", "data=4", "--cpu-devices", "8"), 2, "has 8"),
+    "another number of devices": (
+        ("search", "job:factory", "--mesh", "data=4", "--cpu-devices", "8"),
+        2,
+        "has 8",
+    ),
     "a budget that nothing fits": (
-        ("search", "job:factory", *SEARCH, "--memory-budget", "1KiB"), 1, "smallest predicted peak",
+        ("search", "job:factory", *SEARCH, "--memory-budget", "1KiB"),
+        1,
+        "smallest predicted peak",
     ),
     "a command that does not exist": (("serch",), 2, "serch"),
     "a table that does not exist": (("show", "nothing.json"), 2, "cannot be read"),
     "a table that is cut short": (("show", "cut.json"), 2, "is no JSON"),
     "a table that is something else": (("show", "other.json"), 2, "is no spec table"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)

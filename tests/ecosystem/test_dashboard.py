@@ -19,9 +19,15 @@ def get(app: Any, path: str) -> Any:
     """What the dashboard's server answers, without a socket."""
     status: list[str] = []
     environment = {
-        "REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": "", "SERVER_NAME": "here", "SERVER_PORT": "80",
-        "wsgi.input": io.BytesIO(), "wsgi.errors": sys.stderr, "wsgi.url_scheme": "http",
-    }  # fmt: skip
+        "REQUEST_METHOD": "GET",
+        "PATH_INFO": path,
+        "QUERY_STRING": "",
+        "SERVER_NAME": "here",
+        "SERVER_PORT": "80",
+        "wsgi.input": io.BytesIO(),
+        "wsgi.errors": sys.stderr,
+        "wsgi.url_scheme": "http",
+    }
     body = b"".join(app(environment, lambda found, headers, error=None: status.append(found)))
     assert status == ["200 OK"]
     return json.loads(body)
@@ -29,9 +35,15 @@ def get(app: Any, path: str) -> Any:
 
 def test_the_dashboard_shows_the_study(tmp_path: Path) -> None:
     plan = autoshard.optimize(
-        mlp_step, mlp_args(), "data=4,model=2", donate_argnums=0, progress=False, storage=tmp_path / "study.log",
-        study="mine", effort=autoshard.Effort(compiled=1, measured=0),
-    )  # fmt: skip
+        mlp_step,
+        mlp_args(),
+        "data=4,model=2",
+        donate_argnums=0,
+        progress=False,
+        storage=tmp_path / "study.log",
+        study="mine",
+        effort=autoshard.Effort(compiled=1, measured=0),
+    )
     app = optuna_dashboard.wsgi(
         get_storage(str(tmp_path / "study.log"))
     )  # as its command opens a file

@@ -71,8 +71,8 @@ def arguments(plan: autoshard.Plan) -> dict[str, Any]:
     return dict(zip(names, args, strict=True))
 
 
-def same(found: P, expected: P, rank: int, mesh: Mesh) -> bool:
-    return NamedSharding(mesh, found).is_equivalent_to(NamedSharding(mesh, expected), rank)
+def same(spec: P, expected: P, rank: int, mesh: Mesh) -> bool:
+    return NamedSharding(mesh, spec).is_equivalent_to(NamedSharding(mesh, expected), rank)
 
 
 # Python -------------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ def test_the_python_module_places_every_leaf_as_the_plan_does(
     for name, tree in arguments(plan).items():
         shardings = names["shardings_of"](name, tree, plan.mesh.user)
         arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
-        found = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
-        placed = [jax.device_put(a, s) for a, s in zip(arrays, found, strict=True)]
+        of_arrays = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
+        placed = [jax.device_put(a, s) for a, s in zip(arrays, of_arrays, strict=True)]
         expected = [x for x in jax.tree.leaves(plan.place(name, tree)) if hasattr(x, "shape")]
         assert all(
             a.sharding.is_equivalent_to(b.sharding, a.ndim)
@@ -122,9 +122,9 @@ def match_partition_rules(rules: Any, leaves: dict[str, Any]) -> dict[str, P]:
     its own."""
 
     def spec(name: str) -> P:
-        for rule, found in rules:
+        for rule, its_spec in rules:
             if re.search(rule, name) is not None:
-                return found
+                return its_spec
         raise ValueError(f"Partition rule not found for param: {name}")
 
     return {name: spec(name) for name in leaves}
@@ -161,10 +161,10 @@ def logical(
     table: SpecTable, argument: str | None = None
 ) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
     """As MaxText reads its YAML: rules as lists of lists, an empty list for what is not split."""
-    found = yaml.safe_load(export(table, "logical-axis-rules", argument))
-    assert found == json.loads(export(table, "logical-axis-rules", argument))
-    rules = [(name, tuple(axes) or None) for name, axes in found["logical_axis_rules"]]
-    return rules, found["logical_axes"]
+    exported = yaml.safe_load(export(table, "logical-axis-rules", argument))
+    assert exported == json.loads(export(table, "logical-axis-rules", argument))
+    rules = [(name, tuple(axes) or None) for name, axes in exported["logical_axis_rules"]]
+    return rules, exported["logical_axes"]
 
 
 def test_linen_and_maxtext_read_the_logical_rules(plan: autoshard.Plan, table: SpecTable) -> None:
@@ -210,9 +210,9 @@ def test_nnx_reads_the_logical_rules_as_metadata() -> None:
     assert len(list(leaves)) == len(names)
     for path, spec in leaves:
         full = "/".join(["model", *map(str, path), "value"])
-        found = spec if isinstance(spec, P) else spec.get_value()
+        own = spec if isinstance(spec, P) else spec.get_value()
         assert same(
-            found, plan.specs[full], len(names[full.removeprefix("model/")]), plan.mesh.user
+            own, plan.specs[full], len(names[full.removeprefix("model/")]), plan.mesh.user
         ), full
 
 
@@ -234,8 +234,8 @@ def test_constraints_name_lines_of_the_model_and_can_be_pasted(
         file, line = re.fullmatch(r"# (\S+\.py):(\d+)", where).groups()
         assert file
         assert int(line) > 0
-        for said, code in zip(lines[::2], lines[1::2], strict=True):
-            shape = ast.literal_eval(re.search(r"shape (\[.*?\])", said)[1])
+        for comment, code in zip(lines[::2], lines[1::2], strict=True):
+            shape = ast.literal_eval(re.search(r"shape (\[.*?\])", comment)[1])
             call = ast.parse(code).body[0].value
             spec = spec_of(ast.unparse(call.args[1]))
             if P.UNCONSTRAINED not in tuple(spec) and stated < 8:  # the others say less

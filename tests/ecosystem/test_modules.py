@@ -43,9 +43,13 @@ def close(ours: Any, theirs: Any) -> None:
 @pytest.fixture(scope="module")
 def plan() -> autoshard.Plan:
     return autoshard.optimize(
-        nnx_step, nnx_args(2), MESH, effort=autoshard.Effort(compiled=2, measured=0), progress=False,
+        nnx_step,
+        nnx_args(2),
+        MESH,
+        effort=autoshard.Effort(compiled=2, measured=0),
+        progress=False,
         donate_argnums=(0, 1),
-    )  # fmt: skip
+    )
 
 
 def test_an_nnx_step_is_searched_and_changes_its_modules_as_nnx_jit_does(

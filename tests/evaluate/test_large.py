@@ -64,8 +64,12 @@ def test_what_the_host_has_no_memory_for_is_not_run(
 
 
 def test_what_fits_on_the_host_is_run_beside_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = {name: autoshard.apply(mlp_step, mlp_args(), "data=4,model=2", name).compile().evidence.peak_bytes
-             for name in ("replicated", "fsdp")}  # fmt: skip
+    peaks = {
+        name: autoshard.apply(mlp_step, mlp_args(), "data=4,model=2", name)
+        .compile()
+        .evidence.peak_bytes
+        for name in ("replicated", "fsdp")
+    }
     assert peaks["fsdp"] < peaks["replicated"]
     monkeypatch.setattr(evaluation, "host_bytes", lambda: 8 * peaks["replicated"] - 1)
     plan = autoshard.optimize(

@@ -1,5 +1,5 @@
-"""A worker whose evaluations are cheap: claims, heartbeats and records are the real ones. And ways to
-start several.
+"""A worker whose evaluations are cheap: claims, heartbeats and records are the real ones. And ways
+to start several.
 
 Each evaluation appends its number to LOG when it starts, so that a test sees what was run how
 often.
@@ -27,8 +27,8 @@ from autoshard.search.study.task_queue import Result, Task, TaskQueue
 ROOT = Path(__file__).parent.parent.parent
 LEASE_S = 2.0
 CROWDED_LEASE_S = 60.0
-"""Where more processes start than the machine has cores: heartbeats are late, and that is not what is
-tested."""
+"""Where more processes start than the machine has cores: heartbeats are late, and that is not what
+is tested."""
 
 
 def value_of(number: int) -> float:
@@ -113,11 +113,22 @@ def start(
     """A worker in a process of its own, with standard error in a pipe."""
     return subprocess.Popen(
         [
-            sys.executable, "-c", WITHOUT_JAX + "from tests.jobs.crew import main; main()", str(ROOT / "autoshard"),
-            where, study, str(count), str(seconds), str(log), what, str(lease_s),
+            sys.executable,
+            "-c",
+            WITHOUT_JAX + "from tests.jobs.crew import main; main()",
+            str(ROOT / "autoshard"),
+            where,
+            study,
+            str(count),
+            str(seconds),
+            str(log),
+            what,
+            str(lease_s),
         ],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @contextmanager

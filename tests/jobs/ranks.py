@@ -353,10 +353,21 @@ def leader_interrupted(mesh: Any, own: int) -> dict[str, Any]:
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     case.__name__: case
     for case in (
-        global_arrays, any_shape, explicit_axes, compile_fails, placing_fails, wrong_numbers, one_is_slow,
-        nothing_fits, other_values, other_function, late, other_interrupted, leader_interrupted,
+        global_arrays,
+        any_shape,
+        explicit_axes,
+        compile_fails,
+        placing_fails,
+        wrong_numbers,
+        one_is_slow,
+        nothing_fits,
+        other_values,
+        other_function,
+        late,
+        other_interrupted,
+        leader_interrupted,
     )
-}  # fmt: skip
+}
 
 SCENARIOS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "demo": demo,

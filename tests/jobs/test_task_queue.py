@@ -1,5 +1,5 @@
-"""TaskQueue on a journal: exact budgets, no duplicates, and what happens to workers while they are at
-it."""
+"""TaskQueue on a journal: exact budgets, no duplicates, and what happens to workers while they are
+at it."""
 
 from __future__ import annotations
 

@@ -182,14 +182,23 @@ EXAMPLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]]
     "loops": (loops, (W, X), ("x.0->data", "w.0->model")),
     "gradients": (grads, (W, X), ("x.0->data", "w.0->model")),
     "mlp": (mlp_step, mlp_args(), ("x.0->data", "b1.0->model", "w1.0->data")),
-    "decoder": (decoder_step, decoder_args(**SMALL), ("tokens.0->data", "w1.2->model", "emb.1->data", "wk.2->model")),
+    "decoder": (
+        decoder_step,
+        decoder_args(**SMALL),
+        ("tokens.0->data", "w1.2->model", "emb.1->data", "wk.2->model"),
+    ),
     "gather": (lambda e, t: e[t].sum(0), (W, np.arange(3)), ("e.0->data", "e.1->model")),
-    "scatter": (lambda x, w: x.at[jnp.array([1, 3])].add(w[:2]), (X, W), ("x.0->data", "x.1->model")),
+    "scatter": (
+        lambda x, w: x.at[jnp.array([1, 3])].add(w[:2]),
+        (X, W),
+        ("x.0->data", "x.1->model"),
+    ),
     "convolution": (
         lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"),
-        (np.ones((4, 2, 6, 6), np.float32), np.ones((4, 2, 3, 3), np.float32)), ("x.0->data", "k.0->model"),
+        (np.ones((4, 2, 6, 6), np.float32), np.ones((4, 2, 3, 3), np.float32)),
+        ("x.0->data", "k.0->model"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -210,17 +210,29 @@ def test_what_may_split_a_leaf_goes_on_to_the_output_it_is_carried_in() -> None:
     leaf = program.input_paths.index("params/w1")
     (output,) = (out for source, out in made.carry if source == leaf)
     disallowed = made.problem.disallowed
-    assert disallowed[program.body.outputs[output].index] == disallowed[program.body.inputs[leaf].index] == (
-        ("data", "model"), ("data", "model"), ("model",),
-    )  # fmt: skip
+    assert (
+        disallowed[program.body.outputs[output].index]
+        == disallowed[program.body.inputs[leaf].index]
+        == (
+            ("data", "model"),
+            ("data", "model"),
+            ("model",),
+        )
+    )
 
 
 def test_a_search_finds_the_best_of_what_is_allowed() -> None:
     def found(**pins: Any) -> autoshard.Plan:
         return autoshard.optimize(
-            mlp_step, mlp_args(batch=64, d=128, h=256), mesh_of(data=4, model=2), hardware="tpu_v5e", progress=False,
-            memory_budget_bytes="400KiB", effort=autoshard.Effort(compiled=0, measured=0), **pins,
-        )  # fmt: skip
+            mlp_step,
+            mlp_args(batch=64, d=128, h=256),
+            mesh_of(data=4, model=2),
+            hardware="tpu_v5e",
+            progress=False,
+            memory_budget_bytes="400KiB",
+            effort=autoshard.Effort(compiled=0, measured=0),
+            **pins,
+        )
 
     only = {re.compile("w[12]"): Only("model", "model")}
     free, kept = found(), found(pins=only)

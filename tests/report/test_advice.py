@@ -26,11 +26,11 @@ FREE = replace(V5E, link=replace(V5E.link, alpha_s=0.0))
 
 
 def advised(fn: Any, *args: Any, **options: Any) -> Advised:
-    made = prepared(fn, args, mesh_of(data=2, model=4), **options)
+    step = prepared(fn, args, mesh_of(data=2, model=4), **options)
     backend = backend_for("tpu")
-    predictor = Predictor(made.problem, FREE, made.traced.call.donated, backend)
-    best = propose(made.problem, predictor, asks=0).ranked[0]
-    return Advised(made, best.layout, FREE, backend, None, best.prediction)
+    predictor = Predictor(step.problem, FREE, step.traced.call.donated, backend)
+    best = propose(step.problem, predictor, asks=0).ranked[0]
+    return Advised(step, best.layout, FREE, backend, None, best.prediction)
 
 
 def picked(y: Any) -> Any:
@@ -78,11 +78,11 @@ def test_fused_projections_without_the_moves_cost_what_separate_ones_do(
 ) -> None:
     case = advised(attention(lambda p, x: CUTS[cut](x @ p["qkv"])), FUSED, X, donate_argnums=0)
     fused = find_fused(case.prepared.problem)
-    found = case.best_of(separated(case.prepared.problem, fused, case.prepared.carry))
-    assert found.collective_bytes == pytest.approx(apart.prediction.collective_bytes, rel=0.02)
-    assert found.time_s == pytest.approx(apart.prediction.time_s, rel=0.1)
+    prediction = case.best_of(separated(case.prepared.problem, fused, case.prepared.carry))
+    assert prediction.collective_bytes == pytest.approx(apart.prediction.collective_bytes, rel=0.02)
+    assert prediction.time_s == pytest.approx(apart.prediction.time_s, rel=0.1)
     lines = advise(case)
-    assert bool(lines) == (found.time_s < 0.98 * case.prediction.time_s)
+    assert bool(lines) == (prediction.time_s < 0.98 * case.prediction.time_s)
     if lines:
         assert lines[0].startswith(
             "store the parts of p/qkv (dimension 1: "

@@ -34,15 +34,17 @@ def demo(mesh_4x2: Mesh) -> Plan:
 
 
 def test_bytes_are_attributed_by_operand(demo: Plan) -> None:
-    found = demo.explain()
-    print(found)
-    assert found.attributed >= 0.95
-    assert sum(m.bytes for m in found.moved) == pytest.approx(
+    explanation = demo.explain()
+    print(explanation)
+    assert explanation.attributed >= 0.95
+    assert sum(m.bytes for m in explanation.moved) == pytest.approx(
         demo.compile().evidence.collective_bytes, rel=1e-3
     )
     source = Path(transformer.__file__).read_text().splitlines()
     weights = [
-        m for m in found.moved if m.source.startswith("transformer.py") and m.kind == "all_reduce"
+        m
+        for m in explanation.moved
+        if m.source.startswith("transformer.py") and m.kind == "all_reduce"
     ]
     lines = {source[int(m.source.split(":")[1]) - 1].strip() for m in weights}
     for name in (
@@ -53,7 +55,9 @@ def test_bytes_are_attributed_by_operand(demo: Plan) -> None:
         "w_up",
     ):  # their gradients are summed in combined collectives
         assert any(f'weights["{name}"]' in line for line in lines), name
-    by_line = {m.source: m for m in found.moved if m.kind == "all_reduce" and m.axes == ("model",)}
+    by_line = {
+        m.source: m for m in explanation.moved if m.kind == "all_reduce" and m.axes == ("model",)
+    }
     assert any("->model" in rule for m in by_line.values() for rule in m.rules)
 
 
@@ -75,15 +79,15 @@ def test_memory_adds_up(demo: Plan) -> None:
 
 
 def test_a_leaf_shows_its_runners_up(demo: Plan) -> None:
-    found = demo.explain("params/layers/wq")
-    print(found)
-    assert found.chosen.spec == demo.specs["params/layers/wq"]
-    assert {r.split("->")[1] for r in found.rules} == {"data", "model"}
-    others = [other.spec for other in found.others]
+    explanation = demo.explain("params/layers/wq")
+    print(explanation)
+    assert explanation.chosen.spec == demo.specs["params/layers/wq"]
+    assert {r.split("->")[1] for r in explanation.rules} == {"data", "model"}
+    others = [other.spec for other in explanation.others]
     assert P() in others
-    assert found.chosen.spec not in others
-    replicated = next(other for other in found.others if other.spec == P())
-    assert replicated.prediction.peak_bytes > found.chosen.prediction.peak_bytes
+    assert explanation.chosen.spec not in others
+    replicated = next(other for other in explanation.others if other.spec == P())
+    assert replicated.prediction.peak_bytes > explanation.chosen.prediction.peak_bytes
 
 
 def test_what_if_predicts_and_compiles(mesh_4x2: Mesh) -> None:
@@ -156,9 +160,13 @@ def test_the_command_explains_a_table(
 
 def test_time_against_memory_is_shown(mesh_4x2: Mesh) -> None:
     plan = autoshard.optimize(
-        models.mlp_step, models.mlp_args(batch=64, d=64, h=256), mesh_4x2, hardware="tpu_v5e", progress=False,
+        models.mlp_step,
+        models.mlp_args(batch=64, d=64, h=256),
+        mesh_4x2,
+        hardware="tpu_v5e",
+        progress=False,
         effort=autoshard.Effort(compiled=0, measured=0),
-    )  # fmt: skip
+    )
     anchored = [
         t.predicted
         for t in plan.candidates
@@ -170,6 +178,6 @@ def test_time_against_memory_is_shown(mesh_4x2: Mesh) -> None:
     assert [p.peak_bytes for p in shown] == sorted({p.peak_bytes for p in shown}, reverse=True)
     for one in anchored:
         assert any(p.time_s <= one.time_s and p.peak_bytes <= one.peak_bytes for p in shown)
-    found = plan.explain(hardware="tpu_v5e")
-    assert found.pareto == pareto_candidates(plan.candidates)
-    assert "time against memory" in str(found)
+    explanation = plan.explain(hardware="tpu_v5e")
+    assert explanation.pareto == pareto_candidates(plan.candidates)
+    assert "time against memory" in str(explanation)

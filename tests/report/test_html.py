@@ -155,10 +155,17 @@ def opened(page: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(*flags: str) -> tuple[str, str]:
         command = [
-            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-            "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", *flags,
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={folder / 'profile'}",
+            "--enable-logging=stderr",
+            *flags,
             (folder / "page.html").as_uri(),
-        ]  # fmt: skip
+        ]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=120, check=True, cwd=folder
         )

@@ -104,8 +104,8 @@ def test_pasted_constraints_compile_to_the_collectives_of_the_plan(
     assert not minimal.inexpressible
     assert len(minimal.constraints) <= most < minimal.stated
     module = pasted_module(minimal, Path(fn.__code__.co_filename), tmp_path)
-    found = compiled_collectives(plan, getattr(module, fn.__name__), args, donated)
-    assert found == plan.compile().evidence.collectives
+    collectives = compiled_collectives(plan, getattr(module, fn.__name__), args, donated)
+    assert collectives == plan.compile().evidence.collectives
 
 
 @pytest.mark.slow
@@ -117,8 +117,8 @@ def test_a_mixture_of_experts_needs_two_of_hundreds(mesh_4x2: Mesh, tmp_path: Pa
     assert minimal.same
     assert len(minimal.constraints) <= 4 < minimal.stated
     module = pasted_module(minimal, Path(mixture_of_experts.__file__), tmp_path)
-    found = compiled_collectives(plan, module.moe_one_hot().step, model.args, model.donate)
-    assert found == plan.compile().evidence.collectives
+    collectives = compiled_collectives(plan, module.moe_one_hot().step, model.args, model.donate)
+    assert collectives == plan.compile().evidence.collectives
 
 
 def convolved_and_rolled(w: Array, x: Array) -> Array:

@@ -90,9 +90,15 @@ def test_the_found_plan_is_as_good_as_the_best_that_compiles(case: str, mesh: st
     assert 10 < len(layouts) <= MOST
     best_s = min(priced.every(layouts))
     plan = autoshard.optimize(
-        chosen.fn, chosen.args, mesh_of(**MESHES[mesh]), donate_argnums=chosen.donate, hardware=V5E, progress=False,
-        effort=autoshard.Effort(compiled=12, measured=0), compiler_options=QUICKLY,
-    )  # fmt: skip
+        chosen.fn,
+        chosen.args,
+        mesh_of(**MESHES[mesh]),
+        donate_argnums=chosen.donate,
+        hardware=V5E,
+        progress=False,
+        effort=autoshard.Effort(compiled=12, measured=0),
+        compiler_options=QUICKLY,
+    )
     assert plan.verified.ok
     found_s = priced.seconds(plan.layout, plan.compile().executable)
     print(

@@ -32,7 +32,7 @@ def job(
     squares: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of `apply` and `check`: an unrolled MLP with an optimizer of optax."""
-    made = optax.adam(1e-3) if optimizer is None else optimizer
+    transform = optax.adam(1e-3) if optimizer is None else optimizer
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for layer in params["layers"]:
@@ -41,7 +41,7 @@ def job(
 
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, x)
-        updates, opt_state = made.update(grads, opt_state, params)
+        updates, opt_state = transform.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     layer = {
@@ -49,7 +49,7 @@ def job(
         "down": jax.ShapeDtypeStruct((hidden, d), dtype),
     }
     params = {"layers": [dict(layer) for _ in range(layers)]}
-    state = jax.eval_shape(made.init, params)
+    state = jax.eval_shape(transform.init, params)
     return {
         "fn": step,
         "example_args": (params, state, jax.ShapeDtypeStruct((32, d), dtype)),
@@ -71,8 +71,8 @@ def table() -> SpecTable:
 
 
 def of_kind(findings: tuple[Finding, ...], kind: str) -> Finding:
-    (found,) = (f for f in findings if f.kind == kind)
-    return found
+    (finding,) = (f for f in findings if f.kind == kind)
+    return finding
 
 
 def test_nothing_changed(table: SpecTable, tmp_path: Path) -> None:
@@ -83,41 +83,79 @@ def test_nothing_changed(table: SpecTable, tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
-    "a renamed parameter": ({"name": "gate"}, "renamed", True, r"layers/0/up is gone, .*layers/0/gate has its shape"),
-    "a layer more": ({"layers": 5}, "added", True, r"layers/4/down, .* without a spec .*a layer more"),
+    "a renamed parameter": (
+        {"name": "gate"},
+        "renamed",
+        True,
+        r"layers/0/up is gone, .*layers/0/gate has its shape",
+    ),
+    "a layer more": (
+        {"layers": 5},
+        "added",
+        True,
+        r"layers/4/down, .* without a spec .*a layer more",
+    ),
     "a layer less": ({"layers": 3}, "removed", True, r"layers/3/down, .* are gone \(a layer less"),
     "another width": (
-        {"hidden": 64}, "size", True,
+        {"hidden": 64},
+        "size",
+        True,
         r"params/layers/\*/up is \[16, 32\] in the table, \[16, 64\] here; P\(.*\) still divides "
         r"it",
     ),
     "a width that does not divide": (
-        {"hidden": 33}, "size", True, r"\(size 33\) over mesh axis 'model' \(size 2\), which does not",
+        {"hidden": 33},
+        "size",
+        True,
+        r"\(size 33\) over mesh axis 'model' \(size 2\), which does not",
     ),
-    "another dtype": ({"dtype": jnp.bfloat16}, "dtype", True, r"layers/\*/up is float32 in the table, bfloat16 here"),
+    "another dtype": (
+        {"dtype": jnp.bfloat16},
+        "dtype",
+        True,
+        r"layers/\*/up is float32 in the table, bfloat16 here",
+    ),
     "another optimizer": (
-        {"optimizer": optax.sgd(1e-3, momentum=0.9)}, "optimizer", True, r"state changed: .*mu.* gone, .*trace",
+        {"optimizer": optax.sgd(1e-3, momentum=0.9)},
+        "optimizer",
+        True,
+        r"state changed: .*mu.* gone, .*trace",
     ),
-    "no optimizer state": ({"optimizer": optax.sgd(1e-3)}, "optimizer", True, r"optimizer's state changed: .* gone"),
-    "an optimizer with the same state": ({"optimizer": optax.adamw(1e-3)}, "program", False, r"mul \d+ -> \d+"),
-    "another loss": ({"squares": False}, "program", False, r"step computes something else .*abs 0 -> 1"),
-}  # fmt: skip
+    "no optimizer state": (
+        {"optimizer": optax.sgd(1e-3)},
+        "optimizer",
+        True,
+        r"optimizer's state changed: .* gone",
+    ),
+    "an optimizer with the same state": (
+        {"optimizer": optax.adamw(1e-3)},
+        "program",
+        False,
+        r"mul \d+ -> \d+",
+    ),
+    "another loss": (
+        {"squares": False},
+        "program",
+        False,
+        r"step computes something else .*abs 0 -> 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_each_change_is_caught_by_its_own_message(table: SpecTable, what: str) -> None:
     changed, kind, fatal, words = CHANGES[what]
     findings = check(table, **job(**changed))
-    found = of_kind(findings, kind)
-    assert found.fatal is fatal
-    assert re.search(words, found.text), found.text
+    finding = of_kind(findings, kind)
+    assert finding.fatal is fatal
+    assert re.search(words, finding.text), finding.text
     assert {f.kind for f in findings} <= {kind, "program"}
 
 
 def test_another_mesh(table: SpecTable) -> None:
-    found = of_kind(check(table, mesh="data=2,model=4", **job()), "mesh")
-    assert found.fatal
-    assert "{'data': 4, 'model': 2}, this mesh is {'data': 2, 'model': 4}" in found.text
+    finding = of_kind(check(table, mesh="data=2,model=4", **job()), "mesh")
+    assert finding.fatal
+    assert "{'data': 4, 'model': 2}, this mesh is {'data': 2, 'model': 4}" in finding.text
     assert of_kind(check(table, mesh="x=8", **job()), "mesh").fatal
     explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     (warning,) = check(table, mesh=explicit, **job())
@@ -131,9 +169,9 @@ def evidence(table: SpecTable, **changes: Any) -> SpecTable:
 
 
 def test_another_jax_is_a_warning(table: SpecTable) -> None:
-    (found,) = check(evidence(table, versions={"jax": "0.1"}, fingerprint="other"), **job())
-    assert not found.fatal
-    assert f"written with jax 0.1, this is {jax.__version__}" in found.text
+    (finding,) = check(evidence(table, versions={"jax": "0.1"}, fingerprint="other"), **job())
+    assert not finding.fatal
+    assert f"written with jax 0.1, this is {jax.__version__}" in finding.text
 
 
 def test_an_edited_file(table: SpecTable) -> None:
@@ -141,9 +179,9 @@ def test_an_edited_file(table: SpecTable) -> None:
     line = next(x for x in text.splitlines() if '"params/layers/*/up"' in x)
     by_hand = line.replace(line[line.index('"spec"') : line.index('"shape"')], '"spec": [], ')
     edited = SpecTable.loads(text.replace(line, by_hand))
-    (found,) = check(edited, **job())
-    assert found.kind == "edited"
-    assert found.fatal
+    (finding,) = check(edited, **job())
+    assert finding.kind == "edited"
+    assert finding.fatal
     plan = autoshard.apply(mesh=MESH, layout=edited, **job())
     assert plan.specs["params/layers/1/up"] == P()
     assert any("stale" in note and "edited" in note for note in plan.notes)
@@ -153,8 +191,8 @@ def test_an_edited_file(table: SpecTable) -> None:
 
 def test_rules_of_logical_axes_that_are_not_here(table: SpecTable) -> None:
     renamed = msgspec.structs.replace(table, rules=["nothing.0->data"])
-    found = of_kind(check(renamed, **job()), "rules")
-    assert "names logical axis 'nothing.0'" in found.text
+    finding = of_kind(check(renamed, **job()), "rules")
+    assert "names logical axis 'nothing.0'" in finding.text
 
 
 # Loading under another mesh or a model of another size --------------------------------------------
@@ -247,9 +285,14 @@ def test_diff_says_what_differs(table: SpecTable) -> None:
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "autoshard", *arguments], cwd=cwd, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "autoshard", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
 
 
 def test_exit_codes_of_the_command(table: SpecTable, tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ def test_one_leaf_a_line_with_the_spec_as_people_write_it(
     lines = table.dumps().splitlines()
     for path, leaf in table.inputs.items():
         (line,) = (x for x in lines if x.startswith(f'    "{path}":'))
-        found = json.loads(line.split(":", 1)[1].rstrip(","))
-        assert found.pop("text") == spec_text(leaf.spec)
-        assert found == msgspec.to_builtins(leaf)
+        fields = json.loads(line.split(":", 1)[1].rstrip(","))
+        assert fields.pop("text") == spec_text(leaf.spec)
+        assert fields == msgspec.to_builtins(leaf)
     assert table.dumps() == plan.table.dumps()
     assert (
         '    "params/wq": {"spec": [null, "data", "model"], "text": "P(None, \'data\', '
@@ -147,11 +147,16 @@ def test_only_the_evidence_holds_dates_and_versions(table: SpecTable) -> None:
 def test_two_searches_with_one_seed_give_the_same_bytes_but_for_the_evidence() -> None:
     texts = [
         autoshard.optimize(
-            decoder_step, decoder_args(), mesh_of(data=4, model=2), donate_argnums=(0, 1), seed=3, progress=False,
+            decoder_step,
+            decoder_args(),
+            mesh_of(data=4, model=2),
+            donate_argnums=(0, 1),
+            seed=3,
+            progress=False,
             effort=autoshard.Effort(compiled=2, measured=0),
         ).table.dumps()
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     halves = [text.partition('  "evidence": {')[0] for text in texts]
     assert halves[0] == halves[1]
     assert '"rules"' in halves[0]
@@ -193,9 +198,16 @@ def unrolled_args(layers: int = LAYERS, d: int = 32) -> tuple[Any, Any, Any]:
         return jax.ShapeDtypeStruct(shape, np.float32)
 
     layer = {
-        "norm1": array(d), "norm2": array(d), "wq": array(d, 4, 8), "wk": array(d, 4, 8), "wv": array(d, 4, 8),
-        "wo": array(4, 8, d), "gate": array(d, 64), "up": array(d, 64), "down": array(64, d),
-    }  # fmt: skip
+        "norm1": array(d),
+        "norm2": array(d),
+        "wq": array(d, 4, 8),
+        "wk": array(d, 4, 8),
+        "wv": array(d, 4, 8),
+        "wo": array(4, 8, d),
+        "gate": array(d, 64),
+        "up": array(d, 64),
+        "down": array(64, d),
+    }
     params = {
         "embedding": array(128, d),
         "layers": [dict(layer) for _ in range(layers)],
@@ -278,8 +290,12 @@ def test_tables_of_schema_2_are_read(name: str) -> None:
     for field in ("function", "rules", "constraints", "outputs_like"):
         assert getattr(new, field) == old[field]
     for path, leaf in old["inputs"].items():
-        kept = new.inputs[path.replace("*", "0")]
-        assert (kept.spec, kept.shape, kept.group) == (leaf["spec"], leaf["shape"], leaf["group"])
+        leaf_now = new.inputs[path.replace("*", "0")]
+        assert (leaf_now.spec, leaf_now.shape, leaf_now.group) == (
+            leaf["spec"],
+            leaf["shape"],
+            leaf["group"],
+        )
     assert len(new.evidence.candidates) == len(old["evidence"].get("candidates", []))
     assert not new.edited
     assert SpecTable.loads(new.dumps()) == new
@@ -498,12 +514,12 @@ axes = st.lists(st.sampled_from(["data", "model", "fsdp"]), max_size=3, unique=T
 @given(st.lists(axes, max_size=4).map(tuple))
 def test_specs_survive_as_json(spec: tuple[tuple[str, ...], ...]) -> None:
     entry = json.loads(json.dumps(spec_to_entry(spec)))
-    found = [
+    by_dim = [
         () if e is None else (e,) if isinstance(e, str) else tuple(e)
         for e in spec_from_entry(entry)
     ]
-    assert found == list(spec)[: len(found)]
-    assert not any(spec[len(found) :])
+    assert by_dim == list(spec)[: len(by_dim)]
+    assert not any(spec[len(by_dim) :])
     assert eval(spec_text(entry), {"P": P}) == spec_from_entry(entry)
 
 

@@ -104,9 +104,16 @@ def test_a_search_on_a_target(name: str, word: str, tmp_path: Path) -> None:
 def test_nothing_fits(name: str, tmp_path: Path) -> None:
     with pytest.raises(NoFeasiblePlanError, match="budget"):
         optimize(
-            step, args(), "data=8", target=name, donate_argnums=0, effort=Effort(compiled=2, measured=0, full=1),
-            memory_budget_bytes="16MiB", cache_dir=tmp_path, progress=False,
-        )  # fmt: skip
+            step,
+            args(),
+            "data=8",
+            target=name,
+            donate_argnums=0,
+            effort=Effort(compiled=2, measured=0, full=1),
+            memory_budget_bytes="16MiB",
+            cache_dir=tmp_path,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,6 +130,12 @@ def test_what_the_part_cannot_hold_is_refused_by_its_own_number(
     compared here."""
     with pytest.raises(NoFeasiblePlanError, match=words):
         optimize(
-            step, args(scale=8, batch=batch), "data=8", target=name, donate_argnums=0, cache_dir=tmp_path,
-            effort=Effort(compiled=2, measured=0, full=1), progress=False,
-        )  # fmt: skip
+            step,
+            args(scale=8, batch=batch),
+            "data=8",
+            target=name,
+            donate_argnums=0,
+            cache_dir=tmp_path,
+            effort=Effort(compiled=2, measured=0, full=1),
+            progress=False,
+        )
