@@ -60,6 +60,7 @@ def find_groups(classes: AxisClasses, state: Sequence[tuple[int, int]]) -> Group
     """
     leaves = _Leaves(classes, {leaf for leaf, _ in state})
     batch = _batch_class(leaves)
+    # A cache comes back as well, but with the batch: a decode step is no training step.
     if _has_state(leaves, batch):
         of_input = _groups_of_training(leaves, batch)
     else:
@@ -206,7 +207,7 @@ def _contracted(leaves: _Leaves, batch: int | None) -> set[int]:
                     data.add(leaf)
             if is_weight:
                 weights.add(value)
-    # What comes back itself is no data for meeting what comes back.
+    # Two leaves that both come back may still be weights (a product of two factors).
     return _leaves_behind(leaves, weights) - (data - leaves.carried)
 
 
@@ -253,7 +254,7 @@ def _batch_class(leaves: _Leaves) -> int | None:
     of_weights = _classes_of_weights(leaves) - _usual_classes(leaves.classes)
     bytes_of = _intermediate_bytes(leaves.classes)
     candidates = []
-    for axis_class in sorted(_leading_classes(leaves) - of_weights):
+    for axis_class in sorted(_leading_classes(leaves) - of_weights):  # of equals the first
         if bytes_of.get(axis_class):
             candidates.append(axis_class)
     return max(candidates, key=lambda axis_class: bytes_of[axis_class], default=None)
@@ -315,6 +316,7 @@ def _usual_classes(classes: AxisClasses) -> set[int]:
     counts: Counter[int] = Counter()
     for eqn in anchors:
         counts.update({axis_class for axis_class, _ in classes.factors(eqn)})
+    # A majority, as the batch of a train step is in its forward and backward products.
     return {axis_class for axis_class, count in counts.items() if 2 * count > len(anchors)}
 
 
@@ -349,6 +351,7 @@ def _optimizer_values(
     leaves = zip(body.inputs, of_input, strict=True)
     optimizer_values = {value.index for value, group in leaves if group is Group.OPTIMIZER}
     next_parameters = next_values(Group.PARAMETER)
+    # Updates are elementwise at the outermost level; what meets the parameters is theirs.
     for eqn in body.eqns:
         if not eqn.bodies:
             shapes = _shapes_of(eqn.inputs, optimizer_values)

@@ -75,6 +75,7 @@ def _sample(eqn: Eqn, foreign: bool) -> _Sample:
         scaled_shapes = [tuple(scaled.get(size, size) for size in shape) for shape in shapes]
         if max(map(math.prod, scaled_shapes)) > MOST_ELEMENTS:
             continue
+        # Sizes may depend on each other in ways that only running it shows.
         operands, results = scaled_shapes[: len(eqn.inputs)], scaled_shapes[len(eqn.inputs) :]
         try:
             return _Sample(eqn, foreign, operands, results)
@@ -113,7 +114,7 @@ class _Sample:
     ) -> None:
         self._eqn, self._foreign = eqn, foreign
         self._operand_shapes, self._result_shapes = tuple(operands), tuple(results)
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(0)  # seeded, so that a rule is the same in every process
         self._operands = []
         for value, shape in zip(jaxprs.operand_values(eqn.origin), operands, strict=True):
             abstract = isinstance(value, jax.ShapeDtypeStruct)
@@ -202,7 +203,7 @@ class _Sample:
             shapes.append(tuple(sizes))
         try:
             first, second = (self._run(self._half(cut, part), shapes) for part in (0, 1))
-        except Exception:
+        except Exception:  # it refuses halves, or their results have other shapes
             return False
         halves = list(enumerate(zip(first, second, strict=True)))
         return all(self._makes_whole(cut, i, *pair) for i, pair in halves) and any(

@@ -83,6 +83,7 @@ def _infer(eqn: Eqn) -> tuple[ShardingRule, str]:
         try:
             return _stated_or_discovered(eqn)
         except Exception as error:
+            # Only the beginning: an error of the compiler may hold a whole program.
             reason = str(error).strip().partition("\n")[0][:200]
             return replicated_rule(eqn), f"nothing is linked ({type(error).__name__}: {reason})"
 
@@ -119,6 +120,7 @@ def _may_not_run(eqn: Eqn, lowered: jax.stages.Lowered, ops: LoweredOps) -> str:
         return "it has a side effect"
     if executables.calls_python(lowered):
         return "it calls back into Python"
+    # Of an `ffi_call` the other parameters are jax's own: avals, layouts, aliases.
     params = eqn.params.get("attributes", ()) if eqn.primitive == "ffi_call" else eqn.params
     if _is_foreign(ops) and _holds_integer(params):
         return "it is foreign code with an integer parameter, which may be a size"
@@ -137,4 +139,4 @@ def _holds_integer(value: object) -> bool:
         return any(map(_holds_integer, value))
     if isinstance(value, np.ndarray):
         return bool(np.issubdtype(value.dtype, np.integer))
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)  # a flag is no size

@@ -122,6 +122,7 @@ def find_logical_axes(
 
 def _isomorphic_groups(classes: AxisClasses) -> list[list[int]]:
     """Classes of one label that never meet in a value, ascending; groups by their first class."""
+    # Equal labels are not enough: rows and columns of a square weight may have one label.
     labels, meets = _labels(classes), _meetings(classes)
     groups: dict[tuple[str, int], list[int]] = {}
     for axis_class in range(classes.count):
@@ -156,7 +157,7 @@ class _ClassGraph:
 
     def add_leaf(self, argument: int | str, value: Value, dims: Sequence[int]) -> None:
         """Adds the dimensions of an argument leaf; leaves of one argument and shape are alike."""
-        owner = zlib.crc32(str(argument).encode())
+        owner = zlib.crc32(str(argument).encode())  # not hash(): that differs between processes
         for dim, axis_class in enumerate(dims):
             if axis_class != NO_AXIS:
                 self.places[axis_class][(owner, dim, *value.shape)] += 1
@@ -171,6 +172,7 @@ class _ClassGraph:
             for j, (other, _) in enumerate(factors[:i]):
                 if other not in (axis_class, NO_AXIS):
                     pair = min(axis_class, other), max(axis_class, other)
+                    # hash() of integers only is the same in every process
                     self.edges[pair][hash((name, j, i))] += 1
 
     def labels(self) -> list[str]:
@@ -220,6 +222,7 @@ def _names(
     candidates: list[list[str]] = []
     witnesses: list[str] = []
     for group in members:
+        # A leaf's path says more to the user than the equation that a class comes from.
         axis_class = next((c for c in group if c in leaf_dims), group[0])
         if axis_class in leaf_dims:
             path, dim = leaf_dims[axis_class]

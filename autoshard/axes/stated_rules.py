@@ -53,7 +53,7 @@ class _Composition:
             ranks: By number of a value of the lowering, the number of its dimensions.
         """
         self._first_node = [0, *accumulate(ranks)]
-        self._parent = list(range(self._first_node[-1]))
+        self._parent = list(range(self._first_node[-1]))  # union-find
         self._marks: list[tuple[int, FactorKind]] = []
         self.combine = "add"
 
@@ -113,6 +113,7 @@ def _kinds_that_do_not_pass(
         *rule.kinds.get("blocked_propagation", ()),
         *_minor_factors(rule),
     ]
+    # A dimension that an operation creates otherwise depends on where it is.
     if op.name not in CREATING_OPS:
         read = {factor for dims in rule.operands for factors in dims for factor in factors}
         need_replication += set(majors) - read

@@ -22,6 +22,7 @@ class Coordination:
         try:
             value: bytes = self._client.blocking_key_value_get_bytes(key, int(1000 * limit_s))
         except jax.errors.JaxRuntimeError as error:
+            # The client raises one class for all errors of the service.
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise

@@ -93,6 +93,7 @@ def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]
     from jax._src import stages
     from jaxlib import xla_client
 
+    # jax's own wrapper around an executable reads its text and memory in every release.
     class Sent(stages.Executable):
         def xla_extension_executable(self) -> Any:
             return executable
@@ -103,6 +104,7 @@ def compile_requested(request: CompileRequest, devices: Mapping[int, jax.Device]
     own = np.array([[device.id for device in chosen]])
     options.device_assignment = xla_client.DeviceAssignment.create(own)
     targets = xla_client.DeviceList(chosen)
+    # The client of a topology can compile a module, and load nothing.
     if is_compile_only(chosen[0]):
         with parsed_module(request.module) as module:
             executable = client.compile(module, executable_devices=targets, compile_options=options)

@@ -103,6 +103,7 @@ def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     the call stands in.
     """
     info = eqn.source_info
+    # As the call would have nested them, so that profiles look as they did.
     stack = outer.source_info.name_stack + info.name_stack
     traceback = info.traceback if source_of(eqn)[0] else outer.source_info.traceback
     return eqn.replace(source_info=info.replace(name_stack=stack, traceback=traceback))
@@ -141,6 +142,7 @@ def abstractify(leaf: object) -> jax.ShapeDtypeStruct:
     else:
         aval = jax.typeof(leaf)
         shape, dtype, weak = aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
+    # Keys and float0 have no canonical dtype; float64 becomes float32 unless x64 is enabled.
     if not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0:
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
@@ -287,12 +289,14 @@ def evaluate_result(jaxpr: Any, inputs: np.ndarray, result: int) -> np.ndarray:
             env.update(zip(eqn.outvars, as_call(eqn)(*map(read, eqn.invars)), strict=True))
         return read(target)
 
+    # Also while something else is being traced.
     with jax.ensure_compile_time_eval():
         return np.asarray(jax.vmap(at_point)(*inputs))
 
 
 def _eqns_behind(jaxpr: Any, target: Any) -> list[Any]:
     """The equations that a variable is computed by, in program order."""
+    # The others may need inputs that are left out.
     needed, live = {target}, []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):

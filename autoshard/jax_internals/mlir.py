@@ -36,6 +36,7 @@ def run_passes(module: Any, pipeline: str) -> Any:
     Raises:
         PassError: If a pass fails.
     """
+    # Of a copy, since passes work in place and the program is compiled afterwards.
     with module.context as context, _silenced(context):
         operation = module.operation.clone()
         passmanager.PassManager.parse(pipeline).run(operation)
@@ -130,6 +131,7 @@ def stated_sharding(value: Any) -> tuple[DimSharding, ...] | None:
     if "out_sharding" in attributes:
         return dim_shardings(str(attributes["out_sharding"]), rank(value.type))
     if "sdy.sharding" in attributes:
+        # Printed as `<...>, <...>`, one sharding for each result.
         stated = re.split(r"(?<=>), (?=<)", str(attributes["sdy.sharding"]))
         number = ir.OpResult(value).result_number
         return dim_shardings(stated[number], rank(value.type)) if number < len(stated) else None
@@ -218,7 +220,7 @@ def trip_count(loop: Any) -> int | None:
     first, step = _integer(loop.operands[index]), _loop_step(loop.regions[1].blocks[0], index)
     if first is None or step is None:
         return None
-    return max(0, -(-(end - first) // step))
+    return max(0, -(-(end - first) // step))  # rounded up
 
 
 def _loop_bound(condition: Any) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 In come the user's function and example arguments: `signature` flattens the call as `jax.jit` would,
 `trace` makes a `Program` of it (values, equations and bodies, free of jax types), `carry` finds
-which outputs feed which arguments of the next step. What is known of primitives by name is in
-`primitives`, facts that flow through a program in `dataflow`. Out goes the program, and from
+which outputs feed which arguments of the next step. Traits of primitives are in `primitives`, facts
+that flow through a program in `dataflow`. Out goes the program, and from
 `rewrite` the same jaxpr with constraints written into it. The next folder is `axes`.
 """

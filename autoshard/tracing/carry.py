@@ -69,6 +69,7 @@ def _results(traced: Traced) -> Iterator[_Part]:
     arrays = [flat for flat in range(traced.num_outputs) if flat not in static]
     number_of = {flat: number for number, flat in enumerate(arrays)}
     tree = traced.out_tree
+    # A bare leaf has no parts, and neither has an output without leaves.
     has_parts = tree.num_leaves and tree.node_data() is not None
     yield from _parts(_part_names(tree), tree.children() if has_parts else [], number_of)
     yield _Part("out", tree, list(range(len(arrays))))

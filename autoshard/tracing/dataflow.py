@@ -7,10 +7,10 @@ bodies hands on nothing by itself: its bodies say what becomes of what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from autoshard.tracing.program import Program, Value
+from autoshard.tracing.program import Eqn, Program, Value
 
 Fact = TypeVar("Fact")
 
@@ -34,10 +34,7 @@ def forward(
     while changed:  # twice for most programs: once more than the deepest chain of loop carries
         changed = False
         for eqn in program.eqns:
-            flows = [(mapping.source, mapping.target) for mapping in eqn.mappings]
-            if not eqn.bodies:
-                flows += [(source, target) for source in eqn.inputs for target in eqn.outputs]
-            for source, target in flows:
+            for source, target in _flows(eqn):
                 joined = join(fact_of[target.index], fact_of[source.index])
                 changed |= joined != fact_of[target.index]
                 fact_of[target.index] = joined
@@ -46,29 +43,37 @@ def forward(
 
 def computed_from(program: Program, values: Iterable[Value]) -> set[int]:
     """Numbers (`Value.index`) of these values and of all that are computed from any of them."""
-    reached = {value.index for value in values}
-    size = -1
-    while size != len(reached):
-        size = len(reached)
-        for eqn in program.eqns:
-            for mapping in eqn.mappings:
-                if mapping.source.index in reached:
-                    reached.add(mapping.target.index)
-            if not eqn.bodies and any(v.index in reached for v in eqn.inputs):
-                reached.update(v.index for v in eqn.outputs)
-    return reached
+    flows = []
+    for eqn in program.eqns:
+        flows += [(source.index, target.index) for source, target in _flows(eqn)]
+    return _closure(values, flows)
 
 
 def needed_for(program: Program, values: Iterable[Value]) -> set[int]:
     """Numbers (`Value.index`) of these values and of all that any of them is computed from."""
+    flows = []
+    for eqn in reversed(program.eqns):
+        flows += [(target.index, source.index) for source, target in _flows(eqn)]
+    return _closure(values, flows)
+
+
+def _flows(eqn: Eqn) -> Iterator[tuple[Value, Value]]:
+    """(source, target) of everything that an equation hands on."""
+    for mapping in eqn.mappings:
+        yield mapping.source, mapping.target
+    if not eqn.bodies:
+        for source in eqn.inputs:
+            for target in eqn.outputs:
+                yield source, target
+
+
+def _closure(values: Iterable[Value], flows: Sequence[tuple[int, int]]) -> set[int]:
+    """Numbers of the values that are reached along flows (source, target), in a few passes."""
     reached = {value.index for value in values}
     size = -1
     while size != len(reached):
         size = len(reached)
-        for eqn in reversed(program.eqns):
-            for mapping in eqn.mappings:
-                if mapping.target.index in reached:
-                    reached.add(mapping.source.index)
-            if not eqn.bodies and any(v.index in reached for v in eqn.outputs):
-                reached.update(v.index for v in eqn.inputs)
+        for source, target in flows:
+            if source in reached:
+                reached.add(target)
     return reached

@@ -53,6 +53,7 @@ class _Digest:
         for eqn in jaxpr.eqns:
             self._add(f"\n{eqn.primitive.name} {self._atoms(eqn.invars)}>")
             self._add(self._atoms(var for var in eqn.outvars if not jaxprs.is_drop(var)))
+            # Sorted: their own order is that in which the primitive was bound.
             for name, value in sorted(eqn.params.items()):
                 self._add_param(name, value)
         self._add(f"\nout {self._atoms(jaxpr.outvars)}")
@@ -76,10 +77,10 @@ def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         items = sorted(value.items(), key=lambda item: str(item[0]))
         return "{" + ",".join(f"{key}:{_plain(item)}" for key, item in items) + "}"
-    if hasattr(value, "name") and hasattr(type(value), "__members__"):
+    if hasattr(value, "name") and hasattr(type(value), "__members__"):  # an enum of C++ or Python
         return str(value.name)
     kind = type(value)
     is_numpy_scalar = kind.__module__.startswith("numpy") and getattr(value, "ndim", 1) == 0
     if is_numpy_scalar or kind.__name__.endswith(("DType", "dtype")):
         return str(value)
-    return kind.__name__
+    return kind.__name__  # its repr may hold an address

@@ -147,6 +147,7 @@ class _Watch:
                     f"{i} (a {type(args[i]).__name__}): variables come or go. Make them before, "
                     f"for instance with one call."
                 )
+            # By identity: an update in place puts another array into the variable.
             if any(new is not old for new, old in zip(new_leaves, old_leaves, strict=True)):
                 self.changed.append(i)
 

@@ -1,4 +1,4 @@
-"""What is known of primitives by name: one table, primitive -> traits.
+"""Traits of primitives, by name, in one table.
 
 What a primitive does to *dimensions* is stated by its sharding rule (`axes.sharding_rules`).
 """
@@ -23,8 +23,8 @@ class Trait(enum.Flag):
     """The registry of sharding rules calls it opaque, but a rule may be inferred by running it."""
     COPIES = enum.auto()
     """It copies, and shifts a dimension: a permutation factor of it is cut only as all its
-    dimensions can be. Where one cannot be split, its operands are whole anyway; to copy them and
-    cut the copy is free, and a halo exchange is not."""
+    dimensions can be. Where one cannot be split, its operands are replicated anyway; to copy them
+    and cut the copy is free, and a halo exchange is not."""
     SHIFTS = enum.auto()
     """An anchor where the layout splits a permutation factor of it. Otherwise the partitioner would
     propagate the split to the other side, which is another axis class, and on to the next
@@ -40,12 +40,13 @@ class Trait(enum.Flag):
     LOOP = enum.auto()
     """Its body runs again and again, with carries in place."""
     FUSES = enum.auto()
-    """XLA fuses it into its consumers: a result that only such primitives read is never stored."""
+    """XLA fuses it into its consumers: a result that only such primitives read is never
+    materialised."""
     EXPENSIVE = enum.auto()
-    """XLA does not compute it twice: with two readers the result is stored
+    """XLA does not compute it twice: with two readers the result is materialised
     (InstructionFusion::IsExpensive)."""
     REDUCES = enum.auto()
-    """It fuses its operands; its own result is stored."""
+    """It fuses its operands; its own result is materialised."""
     SCALES = enum.auto()
     """What a library's reduction computes itself, of operands in memory: sums of products and
     squares (and what XLA draws out of a sum: a sign)."""
@@ -195,7 +196,7 @@ TRAITS: dict[str, Trait] = {
     "debug_print": T.HOST_EFFECT,
     "io_callback": T.HOST_EFFECT,
 }
-"""Every primitive of which something is known; the others have no trait."""
+"""Every primitive that has a trait."""
 
 
 def with_trait(trait: Trait) -> frozenset[str]:

@@ -80,9 +80,9 @@ class Constraints:
 
 
 def insert_constraints(program: Program, constraints: Constraints, mesh: jax.sharding.Mesh) -> Any:
-    """The program's closed jaxpr with the constraints written into it, its types checked.
+    """The program's closed jaxpr with the constraints written into it.
 
-    The constrained value keeps the old variable and the raw result gets a fresh one, so nothing
+    The constrained value has the old variable and the raw result gets a fresh one, so nothing
     downstream changes.
 
     Args:
@@ -119,6 +119,7 @@ class _ConstraintWriter:
         stated = _StatedOperands(self._constraint_eqn, eqns)
         for eqn in body.eqns:
             jax_eqn = self._with_rewritten_bodies(eqn)
+            # Most equations are no anchors and stay as they are.
             wanted = self._constraints.eqns.get(eqn.index)
             if wanted is None:
                 eqns.append(jax_eqn)
@@ -128,7 +129,7 @@ class _ConstraintWriter:
 
         outvars = list(jaxpr.outvars)
         if body.eqns:
-            anchor = body.eqns[-1].origin
+            anchor = body.eqns[-1].origin  # a body's outputs have no source line of their own
             for position, spec in sorted(outputs.items()):
                 source = outvars[position]
                 outvars[position] = jaxprs.new_var(source.aval)
@@ -142,7 +143,7 @@ class _ConstraintWriter:
         number_of = {body.name: number for number, body in enumerate(eqn.bodies)}
 
         def rewritten(name: str, old: Any) -> Any:
-            if name not in number_of:
+            if name not in number_of:  # a jaxpr that is no body: of a custom rule, of a reduction
                 return old
             number = number_of[name]
             outputs = self._constraints.outputs.get((eqn.index, number), {})
@@ -226,6 +227,7 @@ def _without_side_effects(jaxpr: Any) -> Any:
         if eqn.primitive.name in HOST_EFFECTS and all(map(jaxprs.is_drop, eqn.outvars)):
             continue
         if eqn.primitive.name == "sharding_constraint":
+            # Its result is its operand, for everything that reads it.
             unconstrained[eqn.outvars[0]] = read(eqn.invars[0])
             continue
         params = jaxprs.map_jaxprs(eqn.params, of_body)

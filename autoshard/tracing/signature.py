@@ -130,6 +130,7 @@ def options_for(
         ArgumentError: If the function has no such argument.
     """
     own = jaxprs.jit_options(fn)
+    # Both or none: a position that is passed must not be joined with a name of its own.
     if static_argnums is None and static_argnames is None:
         static_argnums, static_argnames = own.get("static_argnums"), own.get("static_argnames")
     if donate_argnums is None and donate_argnames is None:
@@ -168,7 +169,7 @@ class _Parameters:
             numbers: Positions, negative ones from the end.
             names: Names.
         """
-        if not self._parameters:
+        if not self._parameters:  # a builtin without a signature: nothing implies anything
             return frozenset(numbers), frozenset(names)
         self._check(what, numbers, names)
         count = len(self._positional)

@@ -85,6 +85,7 @@ def trace(
             f"its state cannot be sharded. Pass its value as an argument, make the mutable array "
             f"inside, and return the new value."
         )
+    # References become values before variables are renamed: effects name variables.
     pure = jaxprs.plain(closed)
     distinct = _Distinct(keep_user_constraints).copy(pure)
     jaxpr = jaxprs.close_jaxpr(distinct, jaxprs.consts_of(pure))
@@ -194,6 +195,7 @@ class _Distinct:
         """
         for eqn in jaxpr.eqns:
             named = eqn if call is None else jaxprs.nest_name_stack(eqn, call)
+            # The user's constraint is left out by reading its operand in the place of its result.
             if eqn.primitive.name == "sharding_constraint" and not self._keep_user_constraints:
                 scope.rename(eqn.outvars[0], scope.read(eqn.invars[0]))
             elif _is_plain_jit(eqn):
@@ -259,6 +261,7 @@ def _live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     needed = {var for var in outvars if not jaxprs.is_literal(var)}
     live = []
     for eqn in reversed(eqns):
+        # Effects count without readers: prints, callbacks, checks.
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             live.append(eqn)
             needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
@@ -291,7 +294,7 @@ class _Builder:
     def _value(self, atom: Any) -> Value:
         """The value of a variable, which is new where it occurs first; a literal is always new."""
         literal = jaxprs.is_literal(atom)
-        if not literal and atom in self._by_var:
+        if not literal and atom in self._by_var:  # not every literal can be hashed
             return self._by_var[atom]
         value = self._new_value(atom, literal)
         if not literal:
@@ -350,6 +353,7 @@ class _Builder:
     def _bodies(self, eqn: Any) -> Iterator[Body]:
         name, params = eqn.primitive.name, eqn.params
         if name in ONE_TO_ONE:
+            # By primitive and by release of jax.
             key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
             yield self._body(key, params[key], 1)
         elif name == "scan":

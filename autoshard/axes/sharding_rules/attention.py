@@ -38,7 +38,7 @@ def attention(eqn: Eqn) -> ShardingRule:
     Packed sequences link nothing.
     """
     builder = RuleBuilder.of(eqn)
-    if any(0 not in builder.operands[i] for i in _PACKED):
+    if any(0 not in builder.operands[i] for i in _PACKED):  # offsets run over the whole batch
         return replicated_rule(eqn)
     operand_heads, result_heads = _head_dims(eqn)
     _add_batch(builder, dict.fromkeys(operand_heads, 0), dict.fromkeys(result_heads, 0))

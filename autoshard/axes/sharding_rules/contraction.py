@@ -32,7 +32,7 @@ def dot_general(eqn: Eqn) -> ShardingRule:
 
 def _add_dot(builder: RuleBuilder, contract: Pairs, batch: Pairs) -> None:
     """Adds the factors of a dense product of operands 0 and 1, with the scales of their blocks."""
-    position = 0
+    position = 0  # in the result
     for i, j in zip(*contract, strict=True):
         operands = _with_scales(builder, 0, i) + _with_scales(builder, 1, j)
         builder.add_factor(FactorKind.REDUCTION, operands)
@@ -83,11 +83,12 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
     free_right = other_dims(len(right), contract[1], batch[1], groups)
     prefix = _ragged_prefix(ragged, contract[0], batch[0], free_left) if len(sizes) > 1 else ()
 
+    # Group sizes may differ by row of the dimensions before the ragged one.
     def group_sizes(dim: int) -> list[Place]:
         return [(2, prefix.index(dim))] if dim in prefix else []
 
-    position = 0
-    if ragged in contract[0]:
+    position = 0  # in the result
+    if ragged in contract[0]:  # the result has a product for each group, along its first dimension
         builder.add_factor(FactorKind.PASS_THROUGH, results=[(0, 0)])
         position = 1
     for dim in groups:

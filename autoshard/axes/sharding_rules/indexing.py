@@ -50,6 +50,7 @@ def gather(eqn: Eqn) -> ShardingRule:
             places.append((0, operand_batching[dim]))
         builder.add_factor(FactorKind.PASS_THROUGH, places, [(0, position)])
 
+    # A window of several rows, but not all, may lie across shards: it gets no factor.
     windows = other_dims(len(operand), collapsed, operand_batching.values())
     for dim, position in zip(windows, offset_dims, strict=True):
         if slice_sizes[dim] == operand[dim]:

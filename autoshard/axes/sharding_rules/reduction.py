@@ -72,6 +72,7 @@ def _monoid(jaxpr: Any, count: int) -> str | None:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     if jaxpr is None or len(jaxpr.eqns) != count:
         return None
+    # One equation a pair, all of one operator, and nothing else.
     operators = {eqn.primitive.name for eqn in jaxpr.eqns}
     if len(operators) != 1 or not operators <= _MONOIDS:
         return None

@@ -112,6 +112,7 @@ def slice_(eqn: Eqn) -> ShardingRule:
     sizes, taken = eqn.inputs[0].shape, eqn.outputs[0].shape
     permuted = set()
     for dim, (start, stride) in enumerate(zip(starts, strides, strict=True)):
+        # Shards of the operand hold whole strides, each with the element that is taken from it.
         every_stride = tiles_exactly(sizes[dim], taken[dim], window=1, stride=stride)
         if start >= stride or not every_stride:
             permuted.add(dim)
@@ -145,7 +146,7 @@ def tile(eqn: Eqn) -> ShardingRule:
     """Repeated dimensions are PERMUTATION."""
     reps = ints(eqn.params["reps"])
     rank = len(eqn.outputs[0].shape)
-    if len(eqn.inputs[0].shape) != rank:
+    if len(eqn.inputs[0].shape) != rank:  # repetition makes new dimensions as well
         return replicated_rule(eqn)
     return _permuting(eqn, [dim for dim, n in enumerate(reps[-rank:]) if n != 1])
 

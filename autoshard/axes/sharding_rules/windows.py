@@ -47,6 +47,7 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
     """
     builder = RuleBuilder.of(eqn)
     numbers = eqn.params["dimension_numbers"]
+    # Each: the dimension of batch (kernel: output features), of features, then those of space.
     image, kernel, out = ints(numbers.lhs_spec), ints(numbers.rhs_spec), ints(numbers.out_spec)
 
     out_features: list[Place] = [(1, kernel[0])]
@@ -87,6 +88,7 @@ def _add_space(
     stride = int(params["window_strides"][axis])
     dilations = int(params["lhs_dilation"][axis]), int(params["rhs_dilation"][axis])
 
+    # The only window is the whole image: partial sums over space add up to it.
     plain = dilations == (1, 1) and (low, high) == (0, 0)
     if plain and size == window > 1 and windows == 1:
         builder.add_factor(FactorKind.REDUCTION, [(0, image_dim), (1, kernel_dim)])
