@@ -13,7 +13,12 @@ from autoshard.search.predicted_layouts import PredictedLayout, PredictedLayouts
 from autoshard.search.space import Lists, Space, rules_of
 
 ROUNDS = 12
+"""Steps of a descent at most; it ends sooner where no neighbour is better. The bound is for spaces
+where each step helps a little."""
+
 REFINEMENTS = 3
+"""Conditions or occurrences that are added to a rule list at most: each makes it longer to read."""
+
 WORTH = 0.01
 """Share of the step that a condition must save: a rule list that people review pays for each thing
 it says."""

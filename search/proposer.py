@@ -34,8 +34,15 @@ from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import RuleList, Space, every_list, make_space, rules_of
 
 ASKS = 40
+"""Points that Optuna's sampler is asked for. How far the result is from the best list that there is
+at this number: `tests/search/test_regret.py`."""
+
 STARTS = 3
+"""Presets that the local search descends from; each is far from the neighbours of the others."""
+
 REFINED = 2
+"""Layouts that are refined by conditions and occurrences; the second may overtake the first."""
+
 ENUMERATED = 6_000
 """Spaces of at most so many rule lists are tried whole."""
 
@@ -43,6 +50,8 @@ KEPT = 120
 """Layouts that are returned, beside presets and the Pareto set of time and memory."""
 
 READABLE = 16
+"""Layouts whose rules are simplified: somewhat more than are compiled (`Effort.compiled`), because
+people read the rules of those."""
 
 
 @dataclass(frozen=True, eq=False)

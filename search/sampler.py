@@ -25,6 +25,8 @@ from autoshard.search.predicted_layouts import PredictedLayout, PredictedLayouts
 from autoshard.search.space import Point, Space, rules_of
 
 ASKED_AT_ONCE = 8
+"""Points that are predicted together, in one look-up of tables. The sampler learns only after them,
+so more at once would mean points that know less."""
 
 OnProgress = Callable[[int, int], None]
 """Called with (done, of)."""

@@ -20,7 +20,13 @@ from autoshard.layout.problem import Problem
 from autoshard.search.axis_sizes import activation_bytes, argument_bytes, dividing_mesh_axes
 
 PLACES = 4
+"""Places in the order of a mesh axis's rules: a logical axis is at one of them, or at none. A mesh
+axis seldom divides more than four dimensions of a layer that are not one and the same."""
+
 MAX_LOGICAL_AXES = 14
+"""Logical axes that a rule may name, the largest first; those behind them hold few bytes, and each
+multiplies the points of the space by `PLACES` + 1 for every mesh axis."""
+
 Point = Mapping[str, str | int]
 RuleList = tuple[AxisRule, ...]
 """Rules of one mesh axis, in order."""

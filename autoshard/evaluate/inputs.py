@@ -24,6 +24,8 @@ from autoshard.tracing.program import Program
 from autoshard.tracing.signature import Call
 
 DEFAULT_BOUND = 100
+"""Integers that are made up are below this where the program indexes no dimension, which would say
+how large they may be."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -356,7 +356,10 @@ tpu_v6e = _tpu(
 # (see autoshard.devices.parts).
 _HDR_INFINIBAND = Link(_NETWORK_STEP_S, 2.5e10)
 _NDR_INFINIBAND = Link(_NETWORK_STEP_S, 5e10)
+
 _NVLINK_STEP_S = 3.4e-6
+"""See above: NCCL's tuning table."""
+
 _NCCL = (
     "NVLink step 3.4 us: NCCL src/graph/tuning.cc; overlap: middle between none and all, not "
     "measured"

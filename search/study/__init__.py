@@ -7,6 +7,6 @@ and results are Optuna trials (`claims`), a process beside the worker shows that
 `shared_study` puts a search on it. Out go the records of all tasks, the same for every worker, and
 what `autoshard status` shows (`status`).
 
-Optuna is imported here and in the proposer only. Next: `evaluate.shared_evaluator`, which makes
+Optuna is imported here and in `search.sampler` only. Next: `evaluate.shared_evaluator`, which makes
 tasks of evaluations.
 """
