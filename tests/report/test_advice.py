@@ -154,9 +154,14 @@ def test_an_argument_that_comes_back_is_to_be_donated() -> None:
 def test_a_plan_carries_and_prints_its_advice() -> None:
     step = attention(lambda p, x: CUTS["split"](x @ p["qkv"]))
     plan = autoshard.optimize(
-        step, (FUSED, X), mesh_of(data=2, model=4), donate_argnums=0, hardware=FREE, progress=False,
+        step,
+        (FUSED, X),
+        mesh_of(data=2, model=4),
+        donate_argnums=0,
+        hardware=FREE,
+        progress=False,
         effort=autoshard.Effort(compiled=1, measured=0),
-    )  # fmt: skip
+    )
     assert len(plan.advice) == 1
     assert f"advice: {plan.advice[0]}" in plan.notes
     assert plan.advice[0] in str(plan).replace("\n", " ")

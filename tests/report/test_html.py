@@ -29,9 +29,13 @@ BROWSER = next(
 @pytest.fixture(scope="module")
 def plan() -> autoshard.Plan:
     return autoshard.optimize(
-        decoder_step, decoder_args(), "data=4,model=2", donate_argnums=(0, 1), progress=False,
+        decoder_step,
+        decoder_args(),
+        "data=4,model=2",
+        donate_argnums=(0, 1),
+        progress=False,
         effort=autoshard.Effort(compiled=3, measured=2),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +77,23 @@ def text_of(page: str) -> str:
 def test_it_has_all_that_people_look_for(page: str, plan: autoshard.Plan) -> None:
     text = text_of(page)
     for words in (
-        "decoder_step on data=4, model=2", "8 devices", "Its results were compared and agree", "device 7",
-        "data 3, model 1", "on each device", "predicted peak", "compiled peak", "measured time", "calls / s",
-        "Time against memory", "Predicted against compiled", "params/wq", "logical axes of its dimensions", "models.py:",
+        "decoder_step on data=4, model=2",
+        "8 devices",
+        "Its results were compared and agree",
+        "device 7",
+        "data 3, model 1",
+        "on each device",
+        "predicted peak",
+        "compiled peak",
+        "measured time",
+        "calls / s",
+        "Time against memory",
+        "Predicted against compiled",
+        "params/wq",
+        "logical axes of its dimensions",
+        "models.py:",
         *map(str, plan.rules),
-    ):  # fmt: skip
+    ):
         assert words in text, words
     for candidate in plan.candidates:
         if candidate.status != "predicted":
@@ -95,9 +111,12 @@ def test_names_are_text_and_never_markup(plan: autoshard.Plan) -> None:
     table = plan.table
     leaf = msgspec.structs.replace(table.inputs["tokens"], logical_axes=[nasty, nasty])
     table = msgspec.structs.replace(
-        table, function=nasty, rules=[nasty], inputs={**table.inputs, nasty: leaf},
+        table,
+        function=nasty,
+        rules=[nasty],
+        inputs={**table.inputs, nasty: leaf},
         mesh=msgspec.structs.replace(table.mesh, axes={nasty: 4, "model": 2}),
-    )  # fmt: skip
+    )
     page = report_html(table)
     text_of(page)
     assert "<img" not in page

@@ -28,9 +28,14 @@ MESH = "data=4,model=2"
 
 
 def job(
-    layers: int = 4, d: int = 16, hidden: int = 32, name: str = "up", dtype: Any = jnp.float32, optimizer: Any = None,
+    layers: int = 4,
+    d: int = 16,
+    hidden: int = 32,
+    name: str = "up",
+    dtype: Any = jnp.float32,
+    optimizer: Any = None,
     squares: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Arguments of `apply` and `check`: an unrolled MLP with an optimizer of optax."""
     transform = optax.adam(1e-3) if optimizer is None else optimizer
 

@@ -56,7 +56,7 @@ def test_exceptions_and_gaps() -> None:
         "block_*/w": (("0-6,8-11",), "a"),
         "block_3/w": ((), "b"),
         "block_4/w": ((), "b"),
-    }  # fmt: skip
+    }
 
 
 def test_two_layers_are_not_worth_a_pattern() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +243,13 @@ def test_32_unrolled_layers_are_at_most_60_lines_of_specs(deep: autoshard.Plan) 
 def test_changing_the_spec_of_one_layer_changes_one_hunk(deep: autoshard.Plan) -> None:
     path = "params/layers/7/wq"
     pinned = autoshard.apply(
-        unrolled_step, unrolled_args(), mesh_of(data=4, model=2), deep.table, donate_argnums=(0, 1),
+        unrolled_step,
+        unrolled_args(),
+        mesh_of(data=4, model=2),
+        deep.table,
+        donate_argnums=(0, 1),
         pins={path: P(None, "model", "data")},
-    )  # fmt: skip
+    )
     assert pinned.specs[path] == P(None, "model", "data")
     before, after = spec_lines(deep.table.dumps()), spec_lines(pinned.table.dumps())
     diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
@@ -290,12 +295,8 @@ def test_tables_of_schema_2_are_read(name: str) -> None:
     for field in ("function", "rules", "constraints", "outputs_like"):
         assert getattr(new, field) == old[field]
     for path, leaf in old["inputs"].items():
-        leaf_now = new.inputs[path.replace("*", "0")]
-        assert (leaf_now.spec, leaf_now.shape, leaf_now.group) == (
-            leaf["spec"],
-            leaf["shape"],
-            leaf["group"],
-        )
+        read = new.inputs[path.replace("*", "0")]
+        assert (read.spec, read.shape, read.group) == (leaf["spec"], leaf["shape"], leaf["group"])
     assert len(new.evidence.candidates) == len(old["evidence"].get("candidates", []))
     assert not new.edited
     assert SpecTable.loads(new.dumps()) == new
@@ -327,61 +328,54 @@ def test_the_json_schema_is_shipped_and_holds(table: SpecTable, deep: autoshard.
 # What is wrong with a file ------------------------------------------------------------------------
 
 
+def leaf_twice(text: str) -> str:
+    line = next(line for line in text.splitlines() if line.startswith('    "tokens"'))
+    return text.replace(line, f"{line},\n{line}")
+
+
+TEXT_FAULTS: dict[str, Callable[[str], str]] = {
+    "cut short": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "another file": lambda text: '{"params": {"w": 1}}',
+    "a wrong spec": lambda text: text.replace(
+        '"tokens": {"spec": ["data"], "text": "P(\'data\')"', '"tokens": {"spec": [1]'
+    ),
+    "text against spec": lambda text: text.replace(
+        '"tokens": {"spec": ["data"]', '"tokens": {"spec": ["model"]'
+    ),
+    "a leaf twice": leaf_twice,
+}
+
+MATRIX: dict[str, Any] = {"shape": [8, 32], "dtype": "int32"}
+SCALAR: dict[str, Any] = {"spec": [], "shape": [], "dtype": "int32"}
+FIELD_FAULTS: dict[str, dict[str, Any]] = {
+    "a newer schema": {"schema": 99},
+    "a schema that is none": {"schema": True},
+    "a field too many": {"surprise": 1},
+    "like nothing": {"outputs_like": {"out/0": "nothing"}},
+}
+MISSING_FIELDS = {"a field too few": "rules", "no leaves": "inputs"}
+LEAF_FAULTS: dict[str, dict[str, Any]] = {
+    "an axis twice": {"tokens": {"spec": ["data", "data"], **MATRIX}},
+    "too many dimensions": {"tokens": {"spec": [None, None, "data"], **MATRIX}},
+    "a negative size": {"tokens": {"spec": ["data"], "shape": [-8, 32], "dtype": "int32"}},
+    "ranges that fall": {"l/*": {**SCALAR, "each": ["5-1"]}},
+    "more stars than ranges": {"l/*/*": {**SCALAR, "each": ["0-1"]}},
+}
+
+
 def broken(table: SpecTable, how: str) -> bytes:
     text = table.dumps()
-    data: dict[str, Any] = json.loads(text)
-    match how:
-        case "cut short":
-            return text[: len(text) // 2].encode()
-        case "empty":
-            return b""
-        case "not text":
-            return b"\xff\xfe\x00"
-        case "a list":
-            return b"[]"
-        case "another file":
-            return b'{"params": {"w": 1}}'
-        case "a newer schema":
-            data["schema"] = 99
-        case "a schema that is none":
-            data["schema"] = True
-        case "a field too many":
-            data["surprise"] = 1
-        case "a field too few":
-            del data["rules"]
-        case "no leaves":
-            del data["inputs"]
-        case "a wrong spec":
-            return text.replace(
-                '"tokens": {"spec": ["data"], "text": "P(\'data\')"', '"tokens": {"spec": [1]'
-            ).encode()
-        case "an axis twice":
-            data["inputs"]["tokens"] = {
-                "spec": ["data", "data"],
-                "shape": [8, 32],
-                "dtype": "int32",
-            }
-        case "text against spec":
-            return text.replace(
-                '"tokens": {"spec": ["data"]', '"tokens": {"spec": ["model"]'
-            ).encode()
-        case "too many dimensions":
-            data["inputs"]["tokens"] = {
-                "spec": [None, None, "data"],
-                "shape": [8, 32],
-                "dtype": "int32",
-            }
-        case "a negative size":
-            data["inputs"]["tokens"]["shape"] = [-8, 32]
-        case "a leaf twice":
-            line = next(x for x in text.splitlines() if x.startswith('    "tokens"'))
-            return text.replace(line, f"{line},\n{line}").encode()
-        case "ranges that fall":
-            data["inputs"]["l/*"] = {"spec": [], "shape": [], "dtype": "int32", "each": ["5-1"]}
-        case "more stars than ranges":
-            data["inputs"]["l/*/*"] = {"spec": [], "shape": [], "dtype": "int32", "each": ["0-1"]}
-        case "like nothing":
-            data["outputs_like"] = {"out/0": "nothing"}
+    if how == "not text":
+        return b"\xff\xfe\x00"
+    if how in TEXT_FAULTS:
+        return TEXT_FAULTS[how](text).encode()
+    data: dict[str, Any] = json.loads(text) | FIELD_FAULTS.get(how, {})
+    if how in MISSING_FIELDS:
+        del data[MISSING_FIELDS[how]]
+    else:
+        data["inputs"] |= LEAF_FAULTS.get(how, {})
     return json.dumps(data).encode()
 
 
@@ -434,10 +428,11 @@ HOSTILE = {
     "a number of a million digits": '{"schema": ' + "9" * 1_000_000 + "}",
     "a number that is none": '{"schema": NaN}',
     "half a surrogate": '{"schema": 2, "function": "\\ud800"}',
-    "a trillion leaves": '{"schema": 2, "inputs": {"w/*/*": {"spec": [], "shape": [], "dtype": "f", '
-    '"each": ["0-999999", "0-999999"]}}, "outputs": {}}',
+    "a trillion leaves": '{"schema": 2, "inputs": {"w/*/*": {"spec": [], "shape": [], "dtype": "f"'
+    ', "each": ["0-999999", "0-999999"]}}, "outputs": {}}',
     "an escape code in a key": '{"schema": 2, "inputs": {"w\\u001b[31m": 3}}',
-    "an escape code in a field's name": '{"schema": 2, "inputs": {}, "outputs": {}, "\\u001b[2J": 3}',
+    "an escape code in a field's name": '{"schema": 2, "inputs": {}, "outputs": {}, '
+    '"\\u001b[2J": 3}',
     "a key twice with an escape code": '{"\\u001b[2J": 3, "\\u001b[2J": 3}',
 }
 
