@@ -21,7 +21,7 @@ from autoshard.evaluate.effort import Effort
 from autoshard.evidence.candidate import Candidate, winner_of
 from autoshard.evidence.throughput import checked_samples
 from autoshard.plan import Plan
-from autoshard.text import bytes_text, seconds_text
+from autoshard.text import bytes_text, first_line, seconds_text
 
 AXIS_NAMES = ("data", "model"), ("data", "fsdp", "model")
 CLOSE = 1.25
@@ -186,7 +186,7 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
         try:
             predicted.append(_by_prediction(search, alternative))
         except NoFeasiblePlanError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(str(error))
             failures.append(f"{what} {alternative.name}: does not fit by prediction ({reason})")
     predicted.sort(key=lambda one: one.sample_s)
 
@@ -199,7 +199,7 @@ def _best(search: Search, alternatives: Sequence[Alternative], what: str) -> Pla
         try:
             plans[name] = _searched(search, one)
         except (NoFeasiblePlanError, SearchFailedError) as error:
-            failures.append(f"{what} {name}: {one.text}; {str(error).splitlines()[0]}")
+            failures.append(f"{what} {name}: {one.text}; {first_line(str(error))}")
     if not plans:
         raise NoFeasiblePlanError(f"no {what} has a plan that fits:\n  " + "\n  ".join(failures))
 

@@ -38,7 +38,7 @@ from autoshard.processes.progress import Progress
 from autoshard.search.proposer import Proposal
 from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
-from autoshard.text import bytes_text, one_line, seconds_text
+from autoshard.text import bytes_text, first_line, one_line, seconds_text
 
 log = logging.getLogger("autoshard")
 
@@ -153,7 +153,7 @@ class Evaluation:
         """Takes a candidate out of the search."""
         entry.candidate = entry.candidate.reject(reason)
         self.setting.runner.forget(entry.key)
-        self.setting.progress.say(f"{entry.name}: rejected, {reason.splitlines()[0]}")
+        self.setting.progress.say(f"{entry.name}: rejected, {first_line(reason)}")
 
     def late(self) -> bool:
         """True after the deadline."""

@@ -19,6 +19,7 @@ from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.errors import AutoshardError
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import Prepared, prepare
+from autoshard.text import first_line
 from autoshard.tracing.signature import Call
 
 SMALLEST = 4
@@ -54,7 +55,7 @@ def shrink(prepared: Prepared, layout: Layout) -> Shrunk | str:
         small_layout = Layout(small.problem, rules, layout.inside)
         specs = small_layout.input_specs()
     except AutoshardError as error:
-        return f"it cannot be traced at smaller sizes ({str(error).splitlines()[0][:120]})"
+        return f"it cannot be traced at smaller sizes ({first_line(str(error))[:120]})"
     if _primitives(small) != _primitives(prepared):
         return "it is another program at smaller sizes"
     if specs != layout.input_specs():
