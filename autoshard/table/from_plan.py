@@ -57,7 +57,12 @@ def _leaves(
             None if logical_axis == NO_AXIS else logical_axes.axes[logical_axis].name
             for logical_axis in logical_axes.of_value[value.index]
         ]
-        leaves[path] = Leaf(list(value.shape), value.dtype, spec_to_entry(spec), names)
+        leaves[path] = Leaf(
+            shape=list(value.shape),
+            dtype=value.dtype,
+            spec=spec_to_entry(spec),
+            logical_axes=names,
+        )
     return sorted_by_path(leaves)
 
 
@@ -68,7 +73,14 @@ def _inside(plan: BoundPlan) -> list[ConstraintEntry]:
         for c in plan.constraints
     )
     return [
-        ConstraintEntry(source, primitive, place, list(shape), spec, times)
+        ConstraintEntry(
+            source=source,
+            primitive=primitive,
+            place=place,
+            shape=list(shape),
+            spec=spec,
+            times=times,
+        )
         for (source, primitive, place, shape, spec), times in counts.items()
     ]
 
