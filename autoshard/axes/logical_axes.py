@@ -213,8 +213,9 @@ def _meetings(classes: AxisClasses) -> list[set[int]]:
 def _names(
     classes: AxisClasses, members: list[list[int]], model_names: Mapping[tuple[int, int], str]
 ) -> tuple[list[str], list[str]]:
-    """Name and witness of each logical axis: the model's own name, else of a leaf, else of an
-    equation.
+    """Name and witness of each logical axis.
+
+    The name is the model's own, else that of a leaf, else that of an equation.
     """
     own_names = _own_names(classes, model_names)
     leaf_dims = _first_leaf_dims(classes)

@@ -70,8 +70,7 @@ class FunctionalizedStep:
 def functionalize(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Callable[..., Any]:
-    """`fn` itself, or a `FunctionalizedStep` if it changes Flax NNX modules among its positional
-    arguments.
+    """`fn` itself, or a `FunctionalizedStep` if it changes Flax NNX modules in place.
 
     Args:
         fn: The step.

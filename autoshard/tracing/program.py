@@ -87,8 +87,9 @@ class BodyMapping:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """A jaxpr: the whole program, or the body of a scan, while, cond, remat, custom_jvp/vjp or jit
-    equation.
+    """A jaxpr: that of the whole program, or one among the parameters of an equation.
+
+    Of a scan, while, cond, remat, custom_jvp, custom_vjp or jit.
 
     Attributes:
         name: Which parameter of the equation it came from (`jaxpr`, `body_jaxpr`, `branches[1]`).

@@ -179,9 +179,8 @@ def test_convolution_with_a_halo() -> None:
     (batch, features, space), kernel = rule.operands
     assert rule.results[0] == (batch, kernel[0], space)
     assert kernel[1] == features
-    assert [rule.kinds[x] for x in (batch, features, space, *kernel)] == [
-        PASS, REDUCED, PERMUTED, PASS, REDUCED, WHOLE
-    ]  # fmt: skip
+    assert [rule.kinds[factor] for factor in (batch, features, space)] == [PASS, REDUCED, PERMUTED]
+    assert [rule.kinds[factor] for factor in kernel] == [PASS, REDUCED, WHOLE]
 
 
 def test_patches_of_a_vision_transformer_pass() -> None:
