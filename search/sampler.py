@@ -25,8 +25,9 @@ from autoshard.search.predicted_layouts import PredictedLayout, PredictedLayouts
 from autoshard.search.space import Point, Space, rules_of
 
 ASKED_AT_ONCE = 8
-"""Points that are predicted together, in one look-up of tables. The sampler learns only after them,
-so more at once would mean points that know less."""
+"""Points that are predicted together, in one look-up of tables; the sampler learns only after them.
+With 1 the 20 searches that `proposer` names take a third longer, with 32 the best is missed in one
+of the 30."""
 
 OnProgress = Callable[[int, int], None]
 """Called with (done, of)."""

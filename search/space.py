@@ -20,12 +20,14 @@ from autoshard.layout.problem import Problem
 from autoshard.search.axis_sizes import activation_bytes, argument_bytes, dividing_mesh_axes
 
 PLACES = 4
-"""Places in the order of a mesh axis's rules: a logical axis is at one of them, or at none. A mesh
-axis seldom divides more than four dimensions of a layer that are not one and the same."""
+"""Places in the list of a mesh axis. Logical axes at the same place come in the order of the space,
+so a list has a point if it goes against that order three times at most. In the 20 searches that
+`proposer` names the best is the same with 2 to 6."""
 
 MAX_LOGICAL_AXES = 14
 """Logical axes that a rule may name, the largest first; those behind them hold few bytes, and each
-multiplies the points of the space by `PLACES` + 1 for every mesh axis."""
+multiplies the points of the space by `PLACES` + 1 for every mesh axis. The best of the 20 is the
+same with 10 to 20; with 6 it differs by 1 % in three."""
 
 Point = Mapping[str, str | int]
 RuleList = tuple[AxisRule, ...]
