@@ -22,8 +22,8 @@ With 1 the best of the 20 is up to 2.5 % slower, with 6 up to 0.5 % faster."""
 
 WORTH = 0.01
 """Share of the step that a condition must save: a rule list that people review pays for each thing
-it says. With 0 the best of the 20 is up to 0.5 % faster, and the longest of the five best rule lists
-has 3.4 rules in the mean instead of 3.1."""
+it says. With 0 the best of the 20 is up to 0.5 % faster, and the longest of the five best rule
+lists has 3.4 rules in the mean instead of 3.1."""
 
 Moves = Callable[[Lists], Iterable[Lists]]
 

@@ -39,8 +39,8 @@ from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import RuleList, Space, every_list, make_space, rules_of
 
 ASKS = 40
-"""Points of the study, which are for spaces in which descent gets stuck. In the 20 searches the best
-layout is the same with 0 to 200 of them, each of which takes 6 ms."""
+"""Points of the study, which are for spaces in which descent gets stuck. In the 20 searches the
+best layout is the same with 0 to 200 of them, each of which takes 6 ms."""
 
 STARTS = 3
 """Presets that the local search descends from. With 1 it misses the best in one of the 30."""
@@ -51,8 +51,8 @@ the best is missed in four of the 30, with 1 up to 2 % slower in the 20; 4 is up
 predicts half as many layouts again."""
 
 ENUMERATED = 6_000
-"""Spaces of at most so many rule lists are tried whole: then nothing better is left. With 0 the best
-of the 30 is found as well (`test_the_proposer_finds_the_best_of_all`)."""
+"""Spaces of at most so many rule lists are tried whole: then nothing better is left. With 0 the
+best of the 30 is found as well (`test_the_proposer_finds_the_best_of_all`)."""
 
 KEPT = 120
 """Layouts that are returned, beside presets and the Pareto set of time and memory: far more than
