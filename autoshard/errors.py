@@ -13,9 +13,7 @@ class AutoshardError(Exception):
 
 
 class TraceError(AutoshardError, TypeError):
-    """`fn` could not be traced with the example arguments; plain `jax.jit(fn)` fails the same
-    way.
-    """
+    """`fn` cannot be traced with the example arguments; plain `jax.jit(fn)` fails as well."""
 
 
 class ArgumentError(AutoshardError, ValueError):
@@ -27,19 +25,15 @@ class MeshError(AutoshardError, ValueError):
 
 
 class TargetError(AutoshardError, ValueError):
-    """A target is not known, the mesh does not match it, or something was to be run on it."""
+    """There is no such target, the mesh does not match it, or something was to be run on it."""
 
 
 class ExtraError(AutoshardError, ImportError):
-    """An optional part of the installation is missing; the message has the command that installs
-    it.
-    """
+    """An optional part of the installation is missing; the message has the command for it."""
 
 
 class SpecError(AutoshardError, ValueError):
-    """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, or a size it
-    does not divide.
-    """
+    """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, odd sizes."""
 
 
 class PathError(AutoshardError, LookupError):
@@ -71,9 +65,7 @@ class TableError(AutoshardError, ValueError):
 
 
 class FactoryError(AutoshardError, ImportError):
-    """The `pkg.module:factory` of the command line cannot be imported or does not return what is
-    needed.
-    """
+    """A `pkg.module:factory` cannot be imported, or returns something else than arguments."""
 
 
 class StudyError(AutoshardError, ValueError):
@@ -81,6 +73,4 @@ class StudyError(AutoshardError, ValueError):
 
 
 class ProcessesError(AutoshardError, RuntimeError):
-    """The processes of one search (`jax.distributed`) do not agree, or one of them failed or does
-    not answer.
-    """
+    """The processes of one search (`jax.distributed`) differ, or one failed or does not answer."""

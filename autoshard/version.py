@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 def own_version() -> str:

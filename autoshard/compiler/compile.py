@@ -243,7 +243,7 @@ def captured_stderr() -> Iterator[Callable[[], str]]:
     Yields:
         What gives the text that was written, once the capture has ended.
     """
-    sys.stderr.flush()
+    sys.stderr.flush()  # what Python wrote before is not part of it
     saved = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -258,5 +258,5 @@ def captured_stderr() -> Iterator[Callable[[], str]]:
             sys.stderr.flush()
             os.dup2(saved, 2)
             os.close(saved)
-            file.seek(0)
+            file.seek(0)  # the position moved with what C++ wrote
             text = file.read().decode(errors="replace")

@@ -68,7 +68,7 @@ def tuple_elements(shape: str) -> tuple[str, ...]:
     parts: list[str] = []
     depth, start = 0, 1
     for match in re.finditer(r"[()\[\]{},]", shape):
-        mark = match[0]
+        mark = match[0]  # layouts have commas in braces, and parentheses inside those
         if mark in "([{":
             depth += 1
         elif mark in ")]}":

@@ -221,6 +221,7 @@ class _Worker:
         self._start = 0
         self._connection, other = Pipe()
         try:
+            # Closed here once the worker has it, or its end would not be seen as the pipe's.
             with other:
                 self.process = subprocess.Popen(
                     [*command, str(other.fileno())],
@@ -333,6 +334,7 @@ def last_words(stderr: str) -> str:
 def _environment(mesh: MeshInfo) -> dict[str, str]:
     """The environment of a process that imports what this one imports and sees the same devices."""
     environment = dict(os.environ)
+    # Of the whole path, since it may have been changed here; `-P` keeps the current folder out.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     # This process holds the memory of the accelerators already.
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

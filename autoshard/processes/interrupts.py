@@ -1,6 +1,4 @@
-"""Ctrl-C ends a search, also where the exception it raises is lost (inside a finaliser, or a
-callback from C++).
-"""
+"""Ctrl-C ends a search, also where its exception is lost (in finalisers, callbacks from C++)."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Remembers SIGINT while it is open; a context manager. Outside the main thread it does
-    nothing.
-    """
+    """Remembers SIGINT while it is open; a context manager. Only the main thread can have it."""
 
     def __init__(self) -> None:
         self._seen = False
@@ -23,8 +19,9 @@ class Interrupts:
         self._previous: Any = None
 
     def __enter__(self) -> Interrupts:
-        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if ours and threading.current_thread() is threading.main_thread():
+        # A handler that the user has installed stays.
+        default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if default and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 
@@ -38,7 +35,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._held and not self._seen:
+        if self._held and not self._seen:  # a second one means it: it is not kept
             self._seen = True
             return
         self._seen = True
@@ -46,9 +43,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it a first Ctrl-C is kept for `check`: what is being done waits for others, or
-        they for it.
-        """
+        """Within it a first Ctrl-C is kept for `check`: other processes wait for this one."""
         before, self._held = self._held, True
         try:
             yield

@@ -177,6 +177,8 @@ class ProcessGroup:
 
     def __enter__(self) -> ProcessGroup:
         group = "autoshard/" + "-".join(map(str, self.members))
+        # Searches of the same processes follow each other, in the same order on all of them, so
+        # counting them gives each keys of its own.
         with _ended_if_away():
             number = self._store.count(f"{group}/count/{self.own}")
         self._prefix = f"{group}/{number}/"
@@ -248,7 +250,7 @@ class ProcessGroup:
             GroupEnded: If a process ended, or does not answer within the limit.
         """
         operation, round_ = self._at.operation, self._at.round + 1
-        self._at = _Position(operation, round_)
+        self._at = _Position(operation, round_)  # before posting: the watcher looks at the next one
         place = f"{self._prefix}{operation}/{round_}/"
         self._put(f"{place}{self.own}", msgspec.msgpack.encode((failure, value)))
         answers: list[tuple[str, _T]] = []
@@ -356,6 +358,7 @@ class ProcessGroup:
         """
         until_s = time.monotonic() + self.limit_s
         while True:
+            # The value first: who posted it and then left or ended has still answered.
             value = self._get(key)
             if value is not None:
                 return value
@@ -445,12 +448,13 @@ class ProcessGroup:
             f"{absence.reason}"
         )
         self._announce("end", text)
+        # Whatever fails from here on, the process ends: nothing is to keep its devices.
         with suppress(Exception):
             log.error("%s", text)
             self.on_lost(absence.reason, absence.failed)
         with suppress(OSError):
             os.write(self._stderr, f"autoshard: {text}\n".encode())
-        os._exit(LOST)
+        os._exit(LOST)  # an exception would not reach the thread that waits in C++
 
 
 @contextmanager

@@ -41,8 +41,8 @@ HEARTBEAT = "heartbeat"
 """Attribute of a claim that changes with each heartbeat; its value means nothing to others."""
 
 HEARTBEATS_PER_LEASE = 4
-"""Three may be lost or late before a claim is stale. Chosen by hand; with 1,
-`test_work_that_holds_the_interpreter_longer_than_the_lease_keeps_its_claim` fails now and then."""
+"""Three may be lost or late before a claim is stale. Chosen by hand; on an idle machine tests pass
+with 1 as well."""
 
 log = logging.getLogger("autoshard.jobs")
 
@@ -85,7 +85,9 @@ class Heartbeat:
         """
         if self._ready or self._process is None or self._process.stdout is None:
             return
-        self._ready = True
+        self._ready = (
+            True  # waited for once: a process that does not start would cost each task this
+        )
         ready, _, _ = select.select([self._process.stdout], [], [], START_LIMIT_S)
         if not ready or not os.read(self._process.stdout.fileno(), 1):
             log.warning(
@@ -96,6 +98,7 @@ class Heartbeat:
     def keep_alive(self, trial_id: int | None) -> None:
         """Renews the heartbeat of this trial from now on, or of none."""
         if not self._send({"trial_id": trial_id}) and trial_id is not None:
+            # It died; the system may have killed it when memory ran out.
             self.close()
             self._start()
             self._send({"trial_id": trial_id})
@@ -135,7 +138,7 @@ class _Orders:
         """Notes a message of the worker, and says so once the storage is open."""
         if "storage" in message:
             self.storage, self.interval_s = open_storage(message["storage"]), message["interval_s"]
-            os.write(sys.stdout.fileno(), b"\n")
+            os.write(sys.stdout.fileno(), b"\n")  # what `Heartbeat.wait` waits for
         else:
             self.trial_id = message["trial_id"]
 
@@ -165,6 +168,7 @@ def main() -> None:
     """Renews heartbeats until standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # Read from the descriptor: a buffered reader may hold messages of which `select` knows nothing.
     orders = _Orders()
     source, pending = sys.stdin.fileno(), b""
     while True:
@@ -172,7 +176,7 @@ def main() -> None:
         ready, _, _ = select.select([source], [], [], wait_s)
         if ready:
             read = os.read(source, 65536)
-            if not read:
+            if not read:  # the worker has ended, however it did
                 return
             *lines, pending = (pending + read).split(b"\n")
             for line in lines:

@@ -169,6 +169,7 @@ class TaskQueue:
             self._study_id = self._storage.create_new_study(directions, study or None)
             return
 
+        # Nobody has claimed anything yet: a wrong address is not worth the whole patience.
         self._storage = open_storage(where, patience_s=min(patience_s, LEASE_S))
         study_id = study_id_of(self._storage, study, create=create, patience_s=patience_s)
         if study_id is None:
@@ -218,6 +219,7 @@ class TaskQueue:
         """
         results = self.read().results
         if name not in results:
+            # Others may write at the same time: then the first trial with a result counts for all.
             attributes = {
                 CLAIM: self._new_claim(name, str(name)).attribute(),
                 **record_attributes(value),
@@ -289,7 +291,7 @@ class TaskQueue:
             return False
         self._waiting = False
         held = _Held(trial_id, task_id, task)
-        if deaths >= MAX_DEATHS:
+        if deaths >= MAX_DEATHS:  # claimed all the same, so that one worker records it
             result = task.give_up(f"{deaths} workers ended while they were at it")
         else:
             result = self._run_held(held)
@@ -353,6 +355,7 @@ class TaskQueue:
         """Claims a task; the trial that holds it, None where it is another worker's."""
         self._start_heartbeat()
         claim = self._new_claim(task_id, title)
+        # A storage has no compare-and-swap: claim first, then see by the numbers who was first.
         self._create_trial(TrialState.RUNNING, {CLAIM: claim.attribute()})
         trials = self.trials()
         holder = Claims.of(trials).live.get(task_id)
@@ -372,6 +375,7 @@ class TaskQueue:
         return held_id
 
     def _start_heartbeat(self) -> None:
+        # Not before the first claim: who only reads (`autoshard status`) needs none.
         if self._entered and self._heartbeat is None and self._where is not None:
             self._heartbeat = Heartbeat(self._where, self._lease_s)
             self._heartbeat.wait()
@@ -388,13 +392,14 @@ class TaskQueue:
 
         def end() -> bool:
             try:
+                # In this order: a finished trial takes no attributes any more.
                 self._storage.set_trial_user_attr(trial_id, ENDED, how)
                 self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
             except UpdateFinishedTrialError:
                 return False
             return True
 
-        if self._heartbeat is not None and how != STALE:
+        if self._heartbeat is not None and how != STALE:  # a stale claim may be another worker's
             self._heartbeat.keep_alive(None)
         return self._ask(end)
 
