@@ -16,7 +16,7 @@ LINE_LENGTH = 300
 """Most characters of an error's message on one line: XLA's first lines may be pages long. Chosen by
 hand, no test depends on it."""
 
-_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]?i?B)\s*$")
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[KMGT]i?)?B)\s*")
 
 
 def bytes_text(count: float) -> str:
@@ -89,9 +89,10 @@ def parse_bytes(size: int | str | None, name: str = "memory_budget_bytes") -> in
     """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
         return size
-    match = _SIZE.match(size) if isinstance(size, str) else None
-    if match is None:
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    count = int(float(match[1]) * BYTES_OF_UNIT[match[2]]) if match is not None else 0
+    if count <= 0:
         raise ArgumentError(
             f"{name}={size!r}; use a positive int, or text such as '16GiB' or '800MB'."
         )
-    return int(float(match[1]) * BYTES_OF_UNIT[match[2]])
+    return count

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoshard.evidence.pareto import pareto
-from autoshard.report.templates import fill
+from autoshard.report.fill_template import fill
 
 if TYPE_CHECKING:
     from markupsafe import Markup
