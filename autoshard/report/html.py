@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from autoshard.evidence.candidate import Candidate, Status, winner_of
 from autoshard.report.candidate_texts import CandidateTexts, candidate_texts
-from autoshard.report.svg import AxisName, Point, mesh_svg, scatter_svg
 from autoshard.report.fill_template import fill, markup
+from autoshard.report.svg import AxisName, Point, mesh_svg, scatter_svg
 from autoshard.table.leaf_patterns import fold
 from autoshard.table.schema import Leaf
 from autoshard.table.spec_entry import mesh_axes_by_dim, spec_text
