@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import msgspec
 
+from autoshard.text import first_line, one_line
+
 log = logging.getLogger("autoshard.jobs")
 
 _T = TypeVar("_T")
@@ -49,9 +51,6 @@ request to the coordination service takes under a millisecond; tests set 0.02.""
 _ANNOUNCEMENT_CHARS = 2000
 """An error's text is cut here: enough for a reason, and compilers write megabytes. Chosen by hand;
 no test depends on it."""
-
-_LINE_CHARS = 300
-"""The same of an error in one line."""
 
 
 class GroupEnded(BaseException):
@@ -197,7 +196,7 @@ class ProcessGroup:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._announce("end", _one_line(error))
+            self._announce("end", _reason(error))
         self._closed.set()
         self._watcher.join(2 * POLL_S)
         os.close(self._stderr)
@@ -222,7 +221,7 @@ class ProcessGroup:
             raise
         except BaseException as error:
             if self.leads or isinstance(error, Exception):  # else this process ends, and says so
-                self._announce(f"{self._at.operation}/left", _one_line(error))
+                self._announce(f"{self._at.operation}/left", _reason(error))
             raise
         finally:
             self._on_devices = False
@@ -276,7 +275,7 @@ class ProcessGroup:
         except (LeftError, ProcessFailedError):  # from a round within: all have heard of it
             raise
         except Exception as caught:
-            error, failure = caught, _one_line(caught)
+            error, failure = caught, _reason(caught)
         try:
             answers = self.gather_from_all(value, failure)
         except GroupEnded as ended:
@@ -463,17 +462,13 @@ def _ended_if_away() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise GroupEnded(
-            f"jax's coordination service does not answer ({_one_line(error)})"
-        ) from None
+        raise GroupEnded(f"jax's coordination service does not answer ({_reason(error)})") from None
 
 
 def _encoded(name: str, arguments: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode([name, arguments])
 
 
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    if isinstance(error, GroupEnded):
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0][:_LINE_CHARS] if lines else ''}"
+def _reason(error: BaseException) -> str:
+    """An error in one line; the end of the group says itself who is at fault."""
+    return first_line(str(error)) if isinstance(error, GroupEnded) else one_line(error)
