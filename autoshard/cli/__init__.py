@@ -2,8 +2,9 @@
 
 In come arguments, job files (`autoshard.toml`) and factories (`pkg.module:factory`, the only code
 of a user that is imported, and only from where the user says). Out go the texts and tables that the
-rooms below make, one line for each error, and an exit code. `app` lists the commands; each file
-beside it has those of one subject, and `options` what several of them take.
+folders below make, one line for each error, and an exit code. `app` lists the commands; each file
+beside it has those of one subject, and `options` what several of them take. Nothing imports it.
 
-Nothing stands on this room. Next below it: `autoshard/_optimize.py` and `_apply.py`.
+Imports: _apply, _optimize, cost_model, devices, evaluate, evidence, jax_internals, layout, plan,
+processes, report, search, table.
 """

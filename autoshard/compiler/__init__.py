@@ -3,9 +3,9 @@
 In come a traced function, a layout and a mesh. Out go a jitted function (`compile.build`), an
 executable with its evidence (`compile.compile_built`), and a `BoundPlan`: what a user calls, places
 arrays with and initialises by. The evidence is read from the program's text alone
-(`hlo_collectives`, `hlo_cycles`), so it is the same for a program that another process compiled:
-`isolated` keeps one that may crash, `pool` several for a target, with a `cache` on disk.
+(`hlo_collectives`, `hlo_cycles`: the TPU compiler's own estimate), so it is the same for a program
+that another process compiled or partitioned: `isolated` keeps one that may crash, `pool` several
+for a target, with a `cache` on disk. `evaluate`, which compiles candidates, is next.
 
-Constraints come from `layout`, the rewriting from `tracing`. Next: `evaluate`, which compiles
-candidates, and `plan.Plan`, which is a `BoundPlan` that also explains itself.
+Imports: devices, evidence, jax_internals, layout, processes, shardy, tracing.
 """

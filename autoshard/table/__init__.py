@@ -4,7 +4,8 @@ In comes a `BoundPlan` (`from_plan`) or a file (`read_table`, of this schema or 
 comes a `SpecTable`, and from it the file again (`write_table`), the forms of other libraries
 (`export`) and a text of what two tables differ in (`diff`). With a program a table becomes a layout
 again, also where the program or the mesh changed (`rebind`), or a list of what changed (`check`).
+`schema` says what a file holds. Next are `report`, which shows tables, and `_apply`, which applies
+them.
 
-`schema` says what a file holds. Next are `report`, which shows tables to people, and the driver,
-which applies them.
+Imports: axes, compiler, evidence, layout, tracing.
 """
