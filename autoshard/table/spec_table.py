@@ -55,9 +55,12 @@ class SpecTable(TableData, frozen=True):
     def save(self, path: str | Path) -> None:
         """Writes the table, and the directory if it does not exist.
 
-        The file appears whole or not at all.
+        The file appears whole or not at all. A device or a pipe (`/dev/stdout`) is written to.
         """
         target = Path(path)
+        if target.exists() and not target.is_file():
+            target.write_text(self.dumps(), encoding="utf-8")
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: others may save the same table at this time.
         draft = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")

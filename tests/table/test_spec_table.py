@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,16 @@ def test_a_saved_table_is_loaded_as_it_was(table: SpecTable, tmp_path: Path) -> 
     assert SpecTable.load(path) == table
     assert SpecTable.load(str(path)).dumps() == table.dumps()
     assert not SpecTable.load(path).edited
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(table: SpecTable, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(pipe.read_text)
+        table.save(pipe)
+        assert text.result() == table.dumps()
+    assert pipe.is_fifo()
 
 
 def test_it_holds_what_a_colleague_needs(table: SpecTable) -> None:
