@@ -14,7 +14,7 @@ import jax
 import msgspec
 
 from autoshard.compiler.isolated import Failure, Isolation
-from autoshard.compiler.worker import Reply
+from autoshard.compiler.worker import Reply, Request
 from autoshard.jax_internals import executables
 from autoshard.processes.child import START_LIMIT_S
 from tests.targets.steps import plan
@@ -48,7 +48,9 @@ def main() -> None:
             assert request is not None
             worker = isolation._ready_worker(request.device_ids)
             assert worker is not None
-            reply = worker.exchange(msgspec.msgpack.encode(request), Reply, START_LIMIT_S)
+            reply = worker.exchange(
+                msgspec.msgpack.encode(Request(compile=request)), Reply, START_LIMIT_S
+            )
         assert not isinstance(reply, Failure), reply
         assert reply.figures is not None, reply.error
         text = _PAYLOADS.sub(simplified, reply.text)
