@@ -378,9 +378,9 @@ def _joined_study(session: Session, identity: Mapping[str, str]) -> SharedStudy 
 def _bound_text(proposals: Proposals, predictor: Predictor) -> str:
     """How far the best prediction may be from any layout's."""
     best_s, least_s = proposals.ranked[0].prediction.time_s, predictor.least_s()
-    share = 1 - least_s / best_s
-    if share <= 0.0005:  # is printed as 0.0 %
+    if best_s <= least_s * 1.0005:  # would be printed as 0.0 %; a program that does nothing takes 0
         return "by the model no layout is faster than the best one found"
+    share = 1 - least_s / best_s
     return f"by the model no layout is more than {share:.1%} faster than the best one found"
 
 

@@ -26,10 +26,10 @@ import numpy as np
 from scipy.stats import spearmanr
 
 import autoshard
-from autoshard._optimize import resolve_hardware
 from autoshard.compiler.cache import CompileCache, Refusal, default_folder
 from autoshard.compiler.compile import Reading
 from autoshard.compiler.pool import CompilePool, Job, Outcome
+from autoshard.cost_model.hardware.hardware import resolve_hardware
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.evaluate.target_selection import priced
 from autoshard.evidence.candidate import CompiledEvidence, Predicted
@@ -89,7 +89,11 @@ def compile_layouts(
                 rows.append(Row(label, constraints, None, str(error).splitlines()[0]))
                 continue
             donated = plan.traced.call.donated
-            predictor = Predictor(plan.layout.problem, resolve_hardware(None, mesh), donated)
+            predictor = Predictor(
+                plan.layout.problem,
+                resolve_hardware(None, mesh.device_kind, mesh.far_axes),
+                donated,
+            )
             jobs.append(
                 (label, constraints, Job(plan.built, {}), predictor.predict(plan.layout), predictor)
             )
@@ -115,7 +119,7 @@ def compile_layouts(
 def random_fitting(name: str, axes: str, count: int) -> dict[str, Given]:
     """Random layouts that are predicted to fit."""
     mesh = resolve_mesh(autoshard.target(name, axes))
-    hardware = resolve_hardware(None, mesh)
+    hardware = resolve_hardware(None, mesh.device_kind, mesh.far_axes)
     plan = autoshard.apply(mesh=mesh.user, layout="dp", **factory(mesh.user.size))
     predictor = Predictor(plan.layout.problem, hardware, plan.traced.call.donated)
     found: dict[str, Given] = {}

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from train_steps import lower
 
 from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.evidence.collectives import Collective, collective_bytes, summarise
 from autoshard.shardy.partition import Partitioned, partition
+from tests.compiler.train_steps import lower
 
 DATA, MODEL = ("data",), ("model",)
 BOTH = ("data", "model")
