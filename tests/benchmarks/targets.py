@@ -31,7 +31,7 @@ from autoshard.compiler.compile import Reading
 from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.cost_model.hardware.hardware import resolve_hardware
 from autoshard.cost_model.predict import Prediction, Predictor
-from autoshard.evaluate.target_selection import priced
+from autoshard.evaluate.target_compiles import priced
 from autoshard.evidence.candidate import CompiledEvidence, Predicted
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.mesh import resolve_mesh
