@@ -47,7 +47,7 @@ from autoshard.compiler.hlo_collectives import read_collectives
 from autoshard.cost_model.hardware.backend import CPU
 from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
-from autoshard.evaluate.evaluation import step_s
+from autoshard.evaluate.evaluation import program_s
 from autoshard.layout.layout import Layout
 from autoshard.search.presets import presets
 from autoshard.search.simplify_rules import RuleSimplifier
@@ -115,7 +115,7 @@ class DeviceRunner:
             layout if layout.inside else RuleSimplifier(self.predictor.placements).simplify(layout)
         )
         ops = read_collectives(text, self._made.request.mesh.axes)
-        return step_s(self.predictor, self.predictor.predict(shown).compute_s, ops)
+        return program_s(self.predictor, self.predictor.predict(shown).compute_s, ops)
 
     def experts(self) -> dict[str, Any]:
         """Compiled time, bytes and peak of the presets, by name."""
@@ -202,7 +202,7 @@ class DeviceRunner:
         compute_s = found["compute_s"] * reading.figures.flops / found["flops"]
         evidence = evidence_of(reading, self._made.request.mesh, None)
         return {
-            "s": step_s(self.predictor, compute_s, reading.ops),
+            "s": program_s(self.predictor, compute_s, reading.ops),
             "peak_bytes": evidence.peak_bytes,
         }
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autoshard.cli.job_file import Job, parse_job
 from autoshard.cost_model.hardware.hardware import Hardware, h100
 from autoshard.errors import ArgumentError, AutoshardError, HardwareError, StudyError
-from autoshard.evidence.candidate import Candidate
+from autoshard.evidence.candidate import Candidate, Origin
 from autoshard.search.study.claims import Claims, record_of
 from autoshard.search.study.journal import Journal
 from autoshard.search.study.shared_study import candidates_of
@@ -47,7 +47,7 @@ def changed(whole: Any, draw: Any) -> Any:
     return whole
 
 
-TRIAL = Candidate("fsdp", "search", ("a.0->data",), "anchors", "k").to_dict()
+TRIAL = Candidate("fsdp", Origin.SEARCH, ("a.0->data",), "anchors", "k").to_dict()
 HARDWARE = json.loads(h100.to_json())
 
 

@@ -25,7 +25,7 @@ from autoshard.cli.factory import use_processes
 from autoshard.cli.job_file import arguments_of, parse_job, read_job
 from autoshard.cli.job_log import log_events
 from autoshard.errors import ArgumentError
-from autoshard.evidence.candidate import Candidate
+from autoshard.evidence.candidate import Candidate, Origin
 from autoshard.layout.pins import Only
 from autoshard.processes.process_group import LOST
 from autoshard.processes.supervisor import supervise
@@ -244,7 +244,7 @@ def test_status_can_be_watched(tmp_path: Path) -> None:
         assert json.loads(watching.stdout.readline())["evaluated"] == 0
         record = {
             "candidates": [
-                Candidate("fsdp", "search", (), "anchors", "k").reject("too slow").to_dict()
+                Candidate("fsdp", Origin.SEARCH, (), "anchors", "k").reject("too slow").to_dict()
             ],
             "note": "",
         }
