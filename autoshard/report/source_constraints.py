@@ -75,6 +75,7 @@ def source_constraints_for(
 
 
 _ORDER = {"result": 0, "carry": 1, "operand": 2}
+"""Results first: theirs are the lines that people write."""
 
 
 def _expressible_first(constraint: SourceConstraint) -> tuple[bool, int, int]:

@@ -16,6 +16,9 @@ from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, replicated_
 from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
 
+# Positions of operands of `dot_product_attention_fwd` and `_bwd` (jax/_src/cudnn): query, key,
+# value, bias, two lengths, four of packed sequences and pages; of `_bwd` also what the forward pass
+# returned, and the gradient of its output.
 _QUERY, _KEY, _VALUE, _BIAS = 0, 1, 2, 3
 _LENGTHS = (4, 5)
 _PACKED = (6, 7, 8, 9)
@@ -25,6 +28,7 @@ _HEADS_FIRST = 1
 """The value of the parameter `layout` for (batch, heads, sequence, size); else heads are the third
 dimension (jax's `AttentionLayout`)."""
 
+# A bias is (batch, heads, query, key), each of the first two possibly 1; without one it has rank 1.
 _BATCH_OF_BIAS, _HEADS_OF_BIAS = 0, 1
 _BIAS_RANK = 4
 

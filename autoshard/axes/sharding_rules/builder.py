@@ -16,6 +16,7 @@ Place = tuple[int, int]
 Rule = Callable[[Eqn], ShardingRule]
 
 _UNSTATED = -1
+"""Stands for the factor of a dimension that has none yet; factors count from 0."""
 
 
 class RuleBuilder:
