@@ -150,10 +150,12 @@ def test_fn_has_the_constraints_and_is_differentiable_and_vmappable(mesh: Mesh) 
     assert all(
         c.source.startswith("models.py:") for c in plan.constraints if c.primitive == "dot_general"
     )
-    grads = jax.grad(lambda p: plan.fn(p, moment, tokens)[2])(params)
-    expected = jax.grad(lambda p: decoder_step(p, moment, tokens)[2])(params)
+    # Jitted: operation by operation each one of them is compiled for eight devices.
+    grads = jax.jit(jax.grad(lambda p: plan.fn(p, moment, tokens)[2]))(params)
+    expected = jax.jit(jax.grad(lambda p: decoder_step(p, moment, tokens)[2]))(params)
     close(grads, expected, 1e-4)
-    batched = jax.vmap(plan.fn, in_axes=(None, None, 0))(params, moment, np.stack([tokens, tokens]))
+    vmapped = jax.jit(jax.vmap(plan.fn, in_axes=(None, None, 0)))
+    batched = vmapped(params, moment, np.stack([tokens, tokens]))
     close(batched[2], np.full(2, decoder_step(params, moment, tokens)[2]), 1e-4)
 
 
