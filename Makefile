@@ -32,7 +32,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One file stays on one worker, so that what a module compiles once serves all its tests.
+# One file stays on one worker (tests/conftest.py), so that what a module compiles once serves all its tests.
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
