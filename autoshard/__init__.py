@@ -15,6 +15,7 @@ Names are loaded where they are first used: `import autoshard` takes no longer t
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -133,6 +134,9 @@ _HOMES = {
 }
 """By public name, the module that it is in; the imports above say the same to type checkers."""
 
+_IMPORTING = threading.RLock()
+"""One thread at a time: jax's modules import each other, and another thread may see half of one."""
+
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  # the keys are strings
 
 
@@ -145,7 +149,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    with _IMPORTING:
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -134,6 +134,11 @@ def optimize(  # noqa: PLR0913
         return over_mesh_shapes(optimize, arguments)
     if fn is None or example_args is None or isinstance(mesh, int):
         raise ArgumentError("optimize needs fn and example_args, or variants.")
+    if not isinstance(effort, Effort | None):
+        raise ArgumentError(
+            f"effort={effort!r} is no autoshard.Effort; write for example "
+            f"effort=autoshard.Effort(compiled=4, measured=2)."
+        )
 
     query = Query(
         fn=fn,

@@ -100,3 +100,26 @@ def test_importing_loads_no_library_that_is_not_needed() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"optuna", "networkx", "scipy", "rich", "typer", "jinja2"}
     assert not heavy & {module.partition(".")[0] for module in done.stdout.split()}
+
+
+THREADS = """
+import threading, autoshard
+failed = []
+start = threading.Barrier(len(autoshard.__all__))
+def load(name):
+    start.wait()
+    try:
+        getattr(autoshard, name)
+    except Exception as error:
+        failed.append(f"{name}: {error}")
+threads = [threading.Thread(target=load, args=[name]) for name in autoshard.__all__]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(failed)
+"""
+
+
+def test_names_may_be_used_first_by_many_threads() -> None:
+    command = [sys.executable, "-c", THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

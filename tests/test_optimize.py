@@ -392,6 +392,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "missing",
     ),
     "a budget that is no size": ({"memory_budget_bytes": "lots"}, autoshard.ArgumentError, "16GiB"),
+    "an effort that is none": ({"effort": {}}, autoshard.ArgumentError, r"Effort\(compiled=4"),
     "a carry that does not exist": ({"carry": {0: 7}}, autoshard.ArgumentError, "outputs"),
     "a mesh axis that compilers abort on": (
         {"mesh": Mesh(np.array(jax.devices()), ("données",))},

@@ -83,7 +83,7 @@ class AxisRule:
         logical_axis: Name of the logical axis.
         mesh_axis: Name of the mesh axis.
         occurrence: Which dimension it takes where the logical axis occurs twice in one value.
-        where: In which values it holds.
+        where: In which values it holds; text is read by `Scope.parse`.
 
     >>> str(AxisRule("wq.1", "model"))
     'wq.1->model'
@@ -95,6 +95,11 @@ class AxisRule:
     mesh_axis: str
     occurrence: Occurrence = "first"
     where: Scope = EVERYWHERE
+
+    def __post_init__(self) -> None:
+        where: object = self.where
+        if not isinstance(where, Scope):
+            object.__setattr__(self, "where", Scope.parse(str(where)))
 
     def __str__(self) -> str:
         text = f"{self.logical_axis}->{self.mesh_axis}"

@@ -256,7 +256,7 @@ def _read(record: Any, problem: Problem, predictor: Predictor) -> Proposals:
         evaluations = int(record["evaluations"])
     except (KeyError, TypeError, ValueError, RuleError) as error:
         raise StudyError(
-            f"the study has proposals that cannot be read ({type(error).__name__}: {error}). "
-            f"Choose another --study name."
+            f"the study has proposals that cannot be read ({type(error).__name__}: {error}). Was "
+            f"it written by another version of autoshard? Choose another --study name."
         ) from None
     return Proposals(tuple(ranked), skipped, evaluations=evaluations)

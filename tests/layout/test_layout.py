@@ -68,6 +68,15 @@ def test_a_scope_that_says_nothing_is_refused(scope: str) -> None:
         AxisRule.parse(f"emb.0->model ({scope})")
 
 
+def test_a_scope_may_be_text() -> None:
+    rule = AxisRule("emb.0", "model", "last", "with mlp.1")  # type: ignore[arg-type]
+    assert rule.where == Scope.parse("with mlp.1")
+    assert AxisRule.parse(str(rule)) == rule
+    for nonsense in ("sometimes", 5, None):
+        with pytest.raises(RuleError, match="Use 'everywhere', 'optimizer', 'with AXIS'"):
+            AxisRule("emb.0", "model", where=nonsense)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
