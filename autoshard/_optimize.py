@@ -126,7 +126,12 @@ def optimize(  # noqa: PLR0913
         AutoshardError: For arguments that are not of the documented form; the message says which
             and how to mend it.
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # for the searches of several shapes or variants
+    if not isinstance(effort, Effort | None):
+        raise ArgumentError(
+            f"effort={effort!r} is no autoshard.Effort; write for example "
+            f"effort=autoshard.Effort(compiled=4, measured=2)."
+        )
     arguments.pop("variants")
     if variants is not None:
         return over_variants(optimize, arguments, variants)
@@ -134,11 +139,6 @@ def optimize(  # noqa: PLR0913
         return over_mesh_shapes(optimize, arguments)
     if fn is None or example_args is None or isinstance(mesh, int):
         raise ArgumentError("optimize needs fn and example_args, or variants.")
-    if not isinstance(effort, Effort | None):
-        raise ArgumentError(
-            f"effort={effort!r} is no autoshard.Effort; write for example "
-            f"effort=autoshard.Effort(compiled=4, measured=2)."
-        )
 
     query = Query(
         fn=fn,

@@ -393,6 +393,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a budget that is no size": ({"memory_budget_bytes": "lots"}, autoshard.ArgumentError, "16GiB"),
     "an effort that is none": ({"effort": {}}, autoshard.ArgumentError, r"Effort\(compiled=4"),
+    "no effort for several mesh shapes": (
+        {"effort": 5, "mesh": "8"},
+        autoshard.ArgumentError,
+        r"Effort\(compiled=4",
+    ),
     "a carry that does not exist": ({"carry": {0: 7}}, autoshard.ArgumentError, "outputs"),
     "a mesh axis that compilers abort on": (
         {"mesh": Mesh(np.array(jax.devices()), ("données",))},

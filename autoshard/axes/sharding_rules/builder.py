@@ -144,6 +144,17 @@ def replicated_rule(eqn: Eqn) -> ShardingRule:
     return RuleBuilder.of(eqn).build()
 
 
+def leading_dims(eqn: Eqn) -> ShardingRule:
+    """The rule of an element that is seen as several: the dimensions that both sides have pass.
+
+    A last one that only one side has (words of a key, parts of an element) is NEED_REPLICATION.
+    """
+    builder = RuleBuilder.of(eqn)
+    shared_rank = min(len(builder.operands[0]), len(builder.results[0]))
+    builder.add_batch_dims(shared_rank, (0,), (0,))
+    return builder.build()
+
+
 def ints(numbers: Iterable[object]) -> tuple[int, ...]:
     """Plain integers of a parameter that may hold NumPy integers."""
     return tuple(int(n) for n in numbers)  # type: ignore[call-overload]

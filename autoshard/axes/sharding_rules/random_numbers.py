@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder
+from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder, leading_dims
 from autoshard.axes.sharding_rules.elementwise import elementwise
 from autoshard.axes.sharding_rules.rule import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn
@@ -39,14 +39,6 @@ def generated_from_keys(eqn: Eqn) -> ShardingRule:
     for dim in range(len(builder.results[0])):
         keys = (0,) if dim < key_rank else ()
         builder.add_shared_dim(FactorKind.PASS_THROUGH, dim, keys, (0,))
-    return builder.build()
-
-
-def keys_and_words(eqn: Eqn) -> ShardingRule:
-    """Keys of shape S <-> integers of shape S + words: S passes, words are NEED_REPLICATION."""
-    builder = RuleBuilder.of(eqn)
-    key_rank = min(len(builder.operands[0]), len(builder.results[0]))
-    builder.add_batch_dims(key_rank, (0,), (0,))
     return builder.build()
 
 
@@ -84,8 +76,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "random_gamma": random_gamma,
         "random_seed": elementwise,
         "random_split": generated_from_keys,
-        "random_unwrap": keys_and_words,
-        "random_wrap": keys_and_words,
+        "random_unwrap": leading_dims,
+        "random_wrap": leading_dims,
         "rng_bit_generator": rng_bit_generator,
         "rng_uniform": generated,
         "threefry2x32": elementwise,

@@ -7,21 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.axes.sharding_rules.builder import Rule, RuleBuilder
-from autoshard.axes.sharding_rules.rule import ShardingRule
+from autoshard.axes.sharding_rules.builder import Rule, leading_dims
 from autoshard.tracing.primitives import KERNELS
-from autoshard.tracing.program import Eqn
 
-
-def bitcast_convert_type(eqn: Eqn) -> ShardingRule:
-    """All dimensions pass but a last one that only one side has: the parts of an element."""
-    builder = RuleBuilder.of(eqn)
-    shared = min(len(builder.operands[0]), len(builder.results[0]))
-    builder.add_batch_dims(shared, (0,), (0,))
-    return builder.build()
-
-
-RULES: Mapping[str, Rule] = MappingProxyType({"bitcast_convert_type": bitcast_convert_type})
+RULES: Mapping[str, Rule] = MappingProxyType({"bitcast_convert_type": leading_dims})
 
 _WITH_BODIES = """
     call checkpoint closed_call composite cond core_call core_closed_call core_map custom_jvp_call
