@@ -282,12 +282,16 @@ def prepare_search(session: Session) -> PreparedSearch:
 
 
 def _identity(session: Session, prepared: Prepared) -> dict[str, str]:
-    """What a study is for."""
+    """What a study is for; `search.study.shared_study.study_name` is made of a part of it."""
     mesh, donated = prepared.request.mesh, prepared.traced.call.donated
+    program = prepared.traced.program
+    leaves = "\n".join((*program.input_paths, *program.output_paths))
     hardware = session.hardware
     digest = hashlib.sha256(hardware.to_json().encode()).hexdigest()[:8]
     return {
-        "program": prepared.traced.program.fingerprint,
+        "program": program.fingerprint,
+        # A fingerprint knows no names, and logical axes are called after leaves.
+        "leaf names": hashlib.sha256(leaves.encode()).hexdigest()[:12],
         "mesh": ",".join(f"{name}={size}" for name, size in mesh.axes.items()),
         "devices": str(mesh.target or mesh.device_kind),
         "hardware": f"{hardware.name} {digest}",

@@ -244,14 +244,23 @@ def leaf_paths(prefixed: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, ..
     """
     keystr = jax.tree_util.keystr
     short = [
-        "/".join(filter(None, (name, keystr(path, simple=True, separator="/"))))
+        _encodable("/".join(filter(None, (name, keystr(path, simple=True, separator="/")))))
         for name, path in prefixed
     ]
     occurrences = Counter(short)
     return tuple(
-        text if occurrences[text] == 1 else name + keystr(path)
+        text if occurrences[text] == 1 else _encodable(name + keystr(path))
         for text, (name, path) in zip(short, prefixed, strict=True)
     )
+
+
+def _encodable(text: str) -> str:
+    r"""Text with half surrogates escaped: a key may hold one (of a file's name, say), a table not.
+
+    >>> _encodable("w" + chr(0xDC80))
+    'w\\udc80'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def flatten_call(

@@ -37,6 +37,13 @@ KEPT = 400
 times what is ever compiled, and 100 kB in the storage; `tests/jobs/test_workers.py` goes through
 them."""
 
+_PARTS_OF_NAME = ("program", "leaf names", "jax", "autoshard")
+"""Of the identity of a study: what decides which proposals and evidence can be read at all."""
+
+_NAME_DIGITS = 16
+"""Hexadecimal, 64 bits: names that collide are found out by the identity, but then a study must be
+named by hand. Chosen by hand; no test depends on it."""
+
 KEPT_SMALLEST = 40
 """For searches in which nothing fits: `selection` then compiles a dozen of the smallest."""
 
@@ -75,6 +82,20 @@ class Sharing:
             )
 
 
+def study_name(identity: Mapping[str, str]) -> str:
+    """The name of the study of a search where the user gives none.
+
+    Another program, other leaf names and other versions each have a study of their own; a search
+    on other hardware or under another budget comes to the same one, which then says what differs.
+
+    Args:
+        identity: What the study is for; `_stages` writes it.
+    """
+    of_name = "\n".join(identity[part] for part in _PARTS_OF_NAME)
+    digest = hashlib.sha256(of_name.encode()).hexdigest()[:_NAME_DIGITS]
+    return f"autoshard-{digest}-{identity['mesh']}"
+
+
 @contextmanager
 def join(
     storage: str | Path | None,
@@ -87,7 +108,7 @@ def join(
 
     Args:
         storage: See `search.study.storage.open_storage`.
-        study: Its name; by default one that follows from the identity.
+        study: Its name; by default that of `study_name`.
         sharing: What this worker does.
         identity: What the study is for (program, mesh, hardware, versions).
         settings: See `SharedStudy`.
@@ -96,7 +117,7 @@ def join(
         StudyError: If the stored study is for something else; the difference is named.
     """
     where = None if storage is None else str(storage)
-    name = study or f"autoshard-{identity['program'][:12]}-{identity['mesh']}"
+    name = study or study_name(identity)
     with TaskQueue(
         where,
         name,
