@@ -11,6 +11,7 @@ own Python.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -37,6 +38,8 @@ from autoshard.layout.mesh import MeshInfo
 from autoshard.processes.child import START_LIMIT_S, kill
 from autoshard.shardy.partition import Partitioned, PartitionFailure
 
+log = logging.getLogger("autoshard")
+
 COMMAND = (sys.executable, "-P", "-m", "autoshard.compiler.worker")
 
 END_LIMIT_S = 10.0
@@ -61,9 +64,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The program does not compile; the candidate is to be rejected with this reason."""
+    """The program does not compile; the candidate is to be rejected with this reason.
+
+    Attributes:
+        reason: In one line.
+        killed: The system killed the process, which may have been for another's memory.
+    """
 
     reason: str
+    killed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +146,13 @@ class Isolation:
             return Failure(f"{type(error).__name__}: {error}")
         if request is None:
             return InProcess("the program calls back into Python")
-        reading = self.read(request)
+        reading = _once_more_if_killed(lambda: self.read(request))
         if not isinstance(reading, Reading):
             return reading
         return evidence_of(reading, self.mesh, time_of)
 
     def read(self, request: executables.CompileRequest) -> Reading | Failure | InProcess:
-        """What the compiled program says, or why there is none."""
+        """What the compiled program says, or why there is none; tried once."""
         worker = self._ready_worker(request.device_ids)
         if worker is None:
             return InProcess(self._unavailable)
@@ -159,12 +168,16 @@ class Isolation:
         self, lowered: jax.stages.Lowered
     ) -> Partitioned | PartitionFailure | Failure | InProcess:
         """What `partition` would give; a Failure where the passes ended the process."""
-        worker = self._ready_worker(())
-        if worker is None:
-            return InProcess(self._unavailable)
         request = Request(module=executables.module_bytes(lowered), mesh_axes=dict(self.mesh.axes))
-        reply = self._reply(worker, request)
-        if isinstance(reply, Failure):
+
+        def ask() -> Reply | Failure | InProcess:
+            worker = self._ready_worker(())
+            if worker is None:
+                return InProcess(self._unavailable)
+            return self._reply(worker, request)
+
+        reply = _once_more_if_killed(ask)
+        if not isinstance(reply, Reply):
             return reply
         return reply.partitioned or PartitionFailure(reply.error)
 
@@ -211,6 +224,19 @@ class Isolation:
         if self._worker is not None:
             self._worker.end()
         self._worker, self._ready = None, False
+
+
+def _once_more_if_killed(ask: Callable[[], _T]) -> _T:
+    """An answer; where the system killed the process, that to the same question asked again.
+
+    The process is the first that the system ends for want of memory, whoever took it, so one death
+    says little of the program. This search compiles nothing else meanwhile.
+    """
+    answer = ask()
+    if isinstance(answer, Failure) and answer.killed:
+        log.warning("the compiler's process was killed; its program is tried once more")
+        answer = ask()
+    return answer
 
 
 class _Worker:
@@ -260,7 +286,8 @@ class _Worker:
                 return Failure(
                     f"it took longer than {timeout_s:g} s; the compiler's process was ended"
                 )
-            return Failure(self._why_it_ended())
+            reason = self._why_it_ended()
+            return Failure(reason, killed=self.process.returncode == -signal.SIGKILL)
         except msgspec.DecodeError as error:
             return Failure(f"the compiler's process sent what cannot be read ({error})")
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -17,6 +18,8 @@ from autoshard.errors import TargetError
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
 from autoshard.text import BINARY_UNITS
+
+log = logging.getLogger("autoshard")
 
 _NUMBER = r"([\d.]+)([KMGT]?)"
 _REFUSALS = (
@@ -88,7 +91,9 @@ class CompilePool:
         on_done: Callable[[int, Outcome], None],
         late: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Compiles; each outcome is handed over as soon as it is known.
+        """Compiles; each outcome is handed over as soon as it is known. Where the system killed the
+        process, which may have been for the memory of those beside it, that is once more and alone,
+        after all others.
 
         Args:
             jobs: In order of importance.
@@ -97,6 +102,7 @@ class CompilePool:
         """
         running: dict[Future[Outcome], int] = {}
         started = 0
+        killed: list[int] = []
         with ThreadPoolExecutor(len(self._workers)) as threads:
             try:
                 while True:
@@ -105,10 +111,17 @@ class CompilePool:
                         running[threads.submit(self._outcome, jobs[started])] = started
                         started += 1
                     if not running:
-                        return
+                        break
                     done, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in sorted(done, key=running.__getitem__):
-                        on_done(running.pop(future), future.result())
+                        number, outcome = running.pop(future), future.result()
+                        if isinstance(outcome, Failure) and outcome.killed:
+                            killed.append(number)
+                        else:
+                            on_done(number, outcome)
+                for number in killed:
+                    log.warning("a compiler's process was killed; its program is tried once more")
+                    on_done(number, threads.submit(self._outcome, jobs[number]).result())
             except BaseException:
                 for worker in self._workers:
                     worker.kill()  # else leaving the threads would wait for their compilations
@@ -141,7 +154,7 @@ class CompilePool:
             return reply
         refusal = read_refusal(reply.reason)
         if refusal is None:
-            return Failure(reply.reason)
+            return reply if isinstance(reply, Failure) else Failure(reply.reason)
         self._store(key, Stored(refusal=refusal))
         return refusal
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,8 +23,10 @@ from autoshard import Effort, optimize
 from autoshard.compiler import isolated
 from autoshard.compiler.compile import build, compile_built
 from autoshard.compiler.isolated import COMMAND, Failure, InProcess, Isolation
+from autoshard.compiler.pool import CompilePool, Job, Outcome
 from autoshard.compiler.worker import Reply
 from autoshard.evidence.candidate import CompiledEvidence
+from autoshard.jax_internals import executables
 from autoshard.layout.mesh import resolve_mesh
 from autoshard.plan import Plan
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
@@ -201,6 +205,84 @@ def test_ends(plans: dict[str, Plan], script: str, expected: str) -> None:
             outcome = isolation.compile(plans["fsdp"].built)
             assert isinstance(outcome, Failure)
             assert outcome.reason.startswith(expected)
+
+
+ONCE = """
+if not os.path.exists(os.environ["ONCE"]):
+    open(os.environ["ONCE"], "w").close()
+    {function} = lambda *args: {deed}
+"""
+KILLED = "os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize("function", ["executables.compile_requested", "worker.partition_module"])
+def test_a_process_that_the_system_kills_once_costs_no_candidate(
+    function: str, plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    patch = ONCE.format(function=function, deed=KILLED)
+    built, mesh = plans["fsdp"].built, plans["fsdp"].mesh
+    with Isolation(mesh, command=real_worker(patch)) as isolation:
+        if "partition" in function:
+            assert isolation.partition(built.lower()) == partition(built.lower(), mesh.axes)
+        else:
+            there = isolation.compile(built, time_of=len)
+            assert isinstance(there, CompiledEvidence)
+            assert figures(there) == figures(compile_built(built, mesh, time_of=len).evidence)
+
+
+@pytest.mark.parametrize(
+    ("deed", "deaths"),
+    [(KILLED, 2), ("os.abort()", 1), ("os.kill(os.getpid(), 11)", 1), ("time.sleep(600)", 1)],
+)
+def test_only_what_the_system_kills_is_tried_once_more(
+    deed: str, deaths: int, plans: dict[str, Plan], tmp_path: Path
+) -> None:
+    """An abort is the program's own, and so is the time it takes."""
+    count = f"os.write(os.open({str(tmp_path / 'count')!r}, 0o2101, 0o600), b'x'); {deed}"
+    mesh = plans["fsdp"].mesh
+    with Isolation(mesh, timeout_s=1.0, command=worker(REQUEST + count)) as isolation:
+        assert isinstance(isolation.compile(plans["fsdp"].built), Failure)
+    assert (tmp_path / "count").read_text() == "x" * deaths
+
+
+@pytest.mark.parametrize("kills", [0, 1, 2])
+def test_a_pool_tries_what_was_killed_once_more_and_alone(
+    kills: int, plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of four programs is killed so many times."""
+    beside: list[tuple[int, int]] = []
+    running: list[int] = []
+    deaths = [kills]
+
+    def read(isolation: Isolation, request: Any) -> Failure:
+        number = request.number
+        running.append(number)
+        time.sleep(0.05)
+        beside.append((number, len(running)))
+        running.remove(number)
+        if number == 1 and deaths[0]:
+            deaths[0] -= 1
+            return Failure("killed", killed=True)
+        return Failure(f"read {number}")
+
+    def compile_request(lowered: object, options: dict[str, int]) -> Any:
+        return SimpleNamespace(number=options["number"])
+
+    monkeypatch.setattr(Isolation, "read", read)
+    monkeypatch.setattr(executables, "compile_request", compile_request)
+    target = resolve_mesh(autoshard.target("tpu:v5e:2x4", "data=8"))
+    outcomes: dict[int, Outcome] = {}
+    with CompilePool(target, workers=4) as pool:
+        jobs = [Job(plans["fsdp"].built, {"number": number}) for number in range(4)]
+        pool.compile(jobs, outcomes.__setitem__)
+    expected = {number: Failure(f"read {number}") for number in range(4)}
+    if kills == 2:
+        expected[1] = Failure("killed", killed=True)
+    assert outcomes == expected
+    assert len(beside) == 4 + min(kills, 1)
+    if kills:
+        assert beside[-1] == (1, 1)
 
 
 @pytest.mark.parametrize("script", [REQUEST, HELLO], ids=["compiling", "reading"])

@@ -107,23 +107,20 @@ def reasons(folder: Path) -> list[str]:
     ("deed", "reason"),
     [
         ("os.abort()", "the compiler aborted the process (SIGABRT)"),
-        (
-            "os.kill(os.getpid(), 9)",
-            "was killed (SIGKILL), as the system does when memory runs out",
-        ),
+        ("os.kill(os.getpid(), 9)", None),  # once, which may have been for another's memory
         ("time.sleep(1000)", "it took longer than 20 s; the compiler's process was ended"),
     ],
-    ids=["aborts", "runs out of memory", "hangs"],
+    ids=["aborts", "is killed once", "hangs"],
 )
 def test_a_candidate_that_fails_in_the_compiler_is_rejected_by_the_worker(
-    deed: str, reason: str, tmp_path: Path
+    deed: str, reason: str | None, tmp_path: Path
 ) -> None:
     folder = job_in(tmp_path / "job", patch=IN_THE_COMPILER.format(deed=deed), isolate=True)
     words = said(autoshard(folder, "worker", "autoshard.toml", "--log-json", "--restarts", "0"))
     assert "finished: the best is" in words
-    (found,) = reasons(folder)
-    assert found.startswith("compilation failed: ")
-    assert reason in found
+    found = reasons(folder)
+    assert len(found) == (reason is not None)
+    assert all(text.startswith("compilation failed: ") and reason in text for text in found)
     keys = compiled_keys(f"journal:{folder / 'study.log'}")
     assert len(keys) == len(set(keys)) == 3
 
