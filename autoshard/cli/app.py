@@ -19,6 +19,7 @@ import typer
 
 from autoshard.cli import doctor, explain, hardware, jobs, tables, targets
 from autoshard.cli.job_file import read_job
+from autoshard.cli.job_log import WithoutPasswords
 from autoshard.cli.options import (
     CpuDevices,
     Distributed,
@@ -35,6 +36,7 @@ from autoshard.cli.options import (
 from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
 from autoshard.plan import Plan
 from autoshard.processes.process_group import LOST
+from autoshard.search.study.passwords import remember_password, without_password
 from autoshard.text import printable
 from autoshard.version import own_version
 
@@ -68,7 +70,9 @@ def common(
 ) -> None:
     """Options of every command."""
     context.obj = debug
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(WithoutPasswords(logging.BASIC_FORMAT))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
 
 
 @app.command()
@@ -189,6 +193,8 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs a command; returns its exit code."""
+    for named in (*arguments, os.environ.get("AUTOSHARD_STORAGE", "")):
+        remember_password(named)
     try:
         code = app(arguments, standalone_mode=False)  # what a command's typer.Exit says, else None
         return int(code or 0)
@@ -203,9 +209,9 @@ def run(arguments: list[str]) -> int:
         return stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own usage errors
-            print(f"autoshard: {error.format_message()}", file=sys.stderr)
+            _say(error.format_message())
             return USAGE
-        traceback.print_exc()
+        print(without_password(traceback.format_exc()), file=sys.stderr, end="")
         return FAILED
 
 
@@ -219,10 +225,16 @@ def _exit_code(error: AutoshardError) -> int:
 
 def _print_error(error: AutoshardError, *, debug: bool) -> None:
     if debug:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+        print(without_password(text), file=sys.stderr, end="")
     else:
-        text = printable(" ".join(str(error).split()))
-        print(f"autoshard: {type(error).__name__}: {text}", file=sys.stderr)
+        _say(f"{type(error).__name__}: {error}")
+
+
+def _say(text: str) -> None:
+    """One line on standard error, which does nothing to a terminal and has no passwords."""
+    line = printable(" ".join(without_password(text).split()))
+    print(f"autoshard: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ import typer
 from autoshard.cli.factory import use_cpu_devices
 from autoshard.cli.options import AsJson
 from autoshard.errors import AutoshardError
+from autoshard.search.study.passwords import without_password
 from autoshard.search.study.storage import (
     close_storage,
     open_storage,
     study_names,
-    without_password,
 )
 from autoshard.text import BINARY_UNITS, first_line
 

@@ -37,8 +37,8 @@ from autoshard.evaluate.effort import Effort
 from autoshard.layout.pins import Only
 from autoshard.plan import Plan
 from autoshard.search.study.lease_watch import LEASE_S
+from autoshard.search.study.passwords import without_password
 from autoshard.search.study.shared_study import Sharing
-from autoshard.search.study.storage import without_password
 from autoshard.search.study.task_queue import CAPABILITIES, Capability
 
 MAX_BYTES = 2**20

@@ -9,10 +9,18 @@ import socket
 import sys
 import time
 
-from autoshard.search.study.storage import without_password
+from autoshard.search.study.passwords import without_password
 
 
-class _Line(logging.Formatter):
+class WithoutPasswords(logging.Formatter):
+    """Messages and tracebacks of any logger, without passwords."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text of an event."""
+        return without_password(super().format(record))
+
+
+class _Line(WithoutPasswords):
     """One event a line."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -20,7 +28,7 @@ class _Line(logging.Formatter):
         self._as_json, self._host = as_json, socket.gethostname()
 
     def format(self, record: logging.LogRecord) -> str:
-        message = without_password(" ".join(super().format(record).split()))
+        message = " ".join(super().format(record).split())
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         when = f"{seconds}.{int(record.msecs):03d}Z"
         if not self._as_json:

@@ -41,12 +41,12 @@ from autoshard.errors import ArgumentError, StudyError
 from autoshard.evidence.candidate import winner_of
 from autoshard.plan import Plan
 from autoshard.processes.supervisor import supervise
+from autoshard.search.study.passwords import without_password
 from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import (
     close_storage,
     open_storage,
     study_names,
-    without_password,
 )
 from autoshard.search.study.task_queue import TaskQueue
 from autoshard.text import seconds_text

@@ -26,7 +26,8 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Problem
 from autoshard.search.proposer import Proposal, Proposals
 from autoshard.search.study.lease_watch import LEASE_S
-from autoshard.search.study.storage import PATIENCE_S, without_password
+from autoshard.search.study.passwords import without_password
+from autoshard.search.study.storage import PATIENCE_S
 from autoshard.search.study.task_id import EVALUATIONS, IDENTITY, TaskId, TaskKind
 from autoshard.search.study.task_queue import CAPABILITIES, Capability, Result, Task, TaskQueue
 

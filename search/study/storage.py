@@ -21,6 +21,11 @@ from optuna.study import StudyDirection
 
 from autoshard.errors import ExtraError, StudyError
 from autoshard.search.study.journal import FILE_MODE, Journal
+from autoshard.search.study.passwords import (
+    check_readable,
+    remember_password,
+    without_password,
+)
 
 log = logging.getLogger("autoshard.jobs")
 
@@ -55,19 +60,7 @@ NETWORK_FILE_SYSTEMS = re.compile(
 """Types in /proc/mounts on which the locks that SQLite relies on are broken or missing
 (sqlite.org/faq.html#q5)."""
 
-_USER_PASSWORD = re.compile(r"(://[^/?#\s:@]*):[^/?#\s]*@")
-_QUERY_PASSWORD = re.compile(r"(?i)\b((?:ssl)?password|passwd|pwd|secret|token)=[^&;\s'\"]+")
-
 _T = TypeVar("_T")
-
-
-def without_password(text: str) -> str:
-    """Text with passwords in URLs and connection strings replaced.
-
-    >>> without_password("postgresql://me:s3cret@host/db?sslpassword=x&a=1")
-    'postgresql://me:***@host/db?sslpassword=***&a=1'
-    """
-    return _QUERY_PASSWORD.sub(r"\1=***", _USER_PASSWORD.sub(r"\1:***@", text))
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
@@ -106,10 +99,12 @@ def open_storage(
         mounts: Text of /proc/mounts; by default this machine's.
 
     Raises:
-        StudyError: If it is of no such form, cannot be reached, or is SQLite on a network file
-            system.
+        StudyError: If it is of no such form, cannot be reached, is SQLite on a network file
+            system, or what of it is the password cannot be told.
         ExtraError: If the driver of the database is not installed.
     """
+    remember_password(where)
+    check_readable(where)
     scheme = where.split("://", 1)[0] if "://" in where else ""
     if scheme == "grpc":
         return _open_proxy(where, patience_s)
@@ -120,19 +115,27 @@ def open_storage(
         _check_sqlite(where, mounts)
     elif not scheme.startswith(("postgresql", "mysql")):
         raise StudyError(f"storage {without_password(where)!r} has no known form. Write {FORMS}.")
+    return _open_database(where, scheme, patience_s)
+
+
+def _open_database(where: str, scheme: str, patience_s: float) -> BaseStorage:
+    from sqlalchemy.exc import ArgumentError as UrlError  # slow to import, and no journal needs it
+
+    shown = without_password(where)
     if scheme == "postgresql":  # SQLAlchemy's default for it is psycopg2, which is another package
         where = where.replace("postgresql://", "postgresql+psycopg://", 1)
-    what = f"storage {without_password(where)}"
     try:
-        return patiently(lambda: optuna.storages.get_storage(where), patience_s, what)
+        return patiently(lambda: optuna.storages.get_storage(where), patience_s, f"storage {shown}")
     except ImportError as error:
         raise ExtraError(
             f"no driver for {scheme}: {without_password(str(error))}. "
             f"Run: pip install 'autoshard[postgres]'."
         ) from None
-    except ValueError as error:
+    except StudyError:
+        raise
+    except (ValueError, UrlError) as error:
         raise StudyError(
-            f"storage {without_password(where)!r}: {without_password(str(error))}. Write {FORMS}."
+            f"storage {shown!r}: {without_password(str(error))}. Write {FORMS}."
         ) from None
 
 
@@ -150,7 +153,7 @@ def _open_proxy(where: str, patience_s: float) -> BaseStorage:
         proxy = optuna.storages.GrpcStorageProxy(host=host, port=port)
     except ImportError as error:
         raise ExtraError(f"no gRPC here: {error}. Run: pip install grpcio protobuf.") from None
-    patiently(proxy.get_all_studies, patience_s, f"storage {where}")
+    patiently(proxy.get_all_studies, patience_s, f"storage {without_password(where)}")
     return proxy
 
 
@@ -176,9 +179,9 @@ def _check_sqlite(where: str, mounts: str | None) -> None:
     kind = file_system_of(path, mounts)
     if NETWORK_FILE_SYSTEMS.match(kind):
         raise StudyError(
-            f"{where} is on a network file system ({kind}), where SQLite's locks do not work and "
-            f"the study would be damaged. Use journal:{path.with_suffix('.log')}, which is made "
-            f"for that, or postgresql://."
+            f"{without_password(where)} is on a network file system ({kind}), where SQLite's locks "
+            f"do not work and the study would be damaged. Use journal:{path.with_suffix('.log')}, "
+            f"which is made for that, or postgresql://."
         )
     if path.parent.is_dir() and not path.exists():  # SQLite itself would leave it open to others
         os.close(os.open(path, os.O_CREAT, FILE_MODE))
@@ -189,6 +192,8 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, OSError | StorageInternalError):
         return not isinstance(error, PermissionError | IsADirectoryError | ModuleNotFoundError)
     module = type(error).__module__.split(".")[0]
+    if "ArgumentError" in (kind.__name__ for kind in type(error).__mro__):
+        return False  # SQLAlchemy cannot read the URL, and will not later
     return module in ("sqlalchemy", "psycopg", "grpc", "pymysql", "MySQLdb") and not isinstance(
         error, ImportError
     )
@@ -209,8 +214,8 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
         except Exception as error:
             if not is_away(error):
                 raise
-            reason = without_password(" ".join(f"{type(error).__name__}: {error}".split()))
-            reason = reason[:REASON_CHARS]
+            reason = without_password(f"{type(error).__name__}: {error}")
+            reason = " ".join(reason.split())[:REASON_CHARS]
             _check_hope(what, reason, time.monotonic() - start_s, patience_s)
             if pause_s == FIRST_PAUSE_S:
                 log.warning(

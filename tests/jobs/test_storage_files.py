@@ -13,7 +13,8 @@ import pytest
 
 from autoshard.errors import StudyError
 from autoshard.search.study.journal import Journal
-from autoshard.search.study.storage import file_system_of, open_storage, without_password
+from autoshard.search.study.passwords import without_password
+from autoshard.search.study.storage import file_system_of, open_storage
 from autoshard.search.study.task_queue import TaskQueue
 from tests.jobs.crew import claims_of, evaluations, tasks_of
 
