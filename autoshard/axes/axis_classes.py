@@ -186,7 +186,7 @@ class _DimensionGraph:
         if not count:
             return []
         ends = np.array(self._edges, dtype=np.int64).reshape(-1, 2)  # [edges, 2]: the two nodes
-        ones = np.ones(len(ends), dtype=np.int8)
+        ones = np.ones(len(ends), dtype=bool)  # edges that occur twice are added up: or
         graph = coo_array((ones, (ends[:, 0], ends[:, 1])), shape=(count, count))
         labels: list[int] = connected_components(graph, directed=False)[1].tolist()
         return labels

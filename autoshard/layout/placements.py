@@ -11,10 +11,10 @@ The arrays:
 
 - a *column* is a signature (values, or factors of equations, that rules cannot tell apart), a
   pinned value, or, the last one, everything without a logical axis;
-- `rows[a].array`, int8 [rows of mesh axis a, columns]: the dimension (or factor) that mesh axis a
+- `rows[a].array`, narrow [rows of mesh axis a, columns]: the dimension (or factor) that mesh axis a
   splits; `ABSENT` for none; `OPEN` where a rule's logical axis is present, but the mesh axis
   divides none of its dimensions;
-- `rows[-1].array`, int8 [rows of orders, columns]: a position in `orders`;
+- `rows[-1].array`, narrow [rows of orders, columns]: a position in `orders`;
 - `index`, int32 [layouts, mesh axes + 1]: which row of each of `rows` a layout has.
 """
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
+from autoshard.layout.narrow import NarrowType, narrowed
 from autoshard.layout.problem import BoundRule, Fit, Problem, bind, first_fit
 from autoshard.layout.signature_table import ABSENT as ABSENT
 from autoshard.layout.signature_table import OPEN as OPEN
@@ -48,10 +49,10 @@ Index = NDArray[np.int32]
 class Rows:
     """Distinct rows, numbered in the order in which they come."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, dtype: NarrowType) -> None:
         self._numbers: dict[bytes, int] = {}
         # It doubles when it is full, so a row is copied once or twice on average.
-        self._array = np.zeros((64, columns), dtype=np.int8)
+        self._array = np.zeros((64, columns), dtype=dtype)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -106,6 +107,7 @@ class Placements:
         sizes: Their sizes.
         orders: Every order of the mesh axes, as positions in `axes`; the first is mesh order.
         columns: Number of columns.
+        dtype: Of the entries of rows.
         rows: For each mesh axis its rows, then the rows of orders.
     """
 
@@ -117,10 +119,11 @@ class Placements:
         self.sizes = self._mesh.sizes
         self.orders = self._mesh.orders
         self.columns = self._table.columns
-        self.rows = tuple(Rows(self.columns) for _ in range(len(self.axes) + 1))
+        self.dtype = self._table.dtype
+        self.rows = tuple(Rows(self.columns, self.dtype) for _ in range(len(self.axes) + 1))
         self._lists = tuple(_RuleLists() for _ in self.axes)
         self._bound: dict[AxisRule, BoundRule] = {}
-        self._refitted: dict[tuple[int, int, bytes, bytes], int] = {}
+        self._refitted: dict[tuple[int, int, bytes, tuple[tuple[int, ...], ...]], int] = {}
         # The row of each order, where all free columns have the same.
         self._order_rows = tuple(
             self.rows[-1].add(self._order_row(order)) for order in range(len(self.orders))
@@ -154,7 +157,8 @@ class Placements:
         """[mesh axes + 1] the rows of one layout, whatever the order of its rules."""
         rows = self._table.fixed.copy()
         for column, signature in enumerate(self.problem.signatures):
-            rows[:, column] = self._mesh.entries(layout.fit_signature(signature))
+            entries = self._mesh.entries(layout.fit_signature(signature))
+            rows[:, column] = narrowed(entries, self.dtype)
         return self._add(rows)
 
     def repinned(self, index: Index, pins: Mapping[int, Spec]) -> Index:
@@ -167,7 +171,7 @@ class Placements:
         rows = np.stack([own.array[n] for own, n in zip(self.rows, index, strict=True)])
         for value_index, spec in pins.items():
             column = self._table.of_pin(value_index)
-            rows[:, column] = self._mesh.entries(Fit(spec, frozenset()))
+            rows[:, column] = narrowed(self._mesh.entries(Fit(spec, frozenset())), self.dtype)
         return self._add(rows)
 
     def _add(self, rows: Entries) -> Index:
@@ -177,7 +181,7 @@ class Placements:
 
     def _order_row(self, order: int) -> Entries:
         """[columns]."""
-        return np.where(self._table.free, order, self._table.fixed[-1]).astype(np.int8)
+        return narrowed(np.where(self._table.free, order, self._table.fixed[-1]), self.dtype)
 
     # Many layouts ---------------------------------------------------------------------------------
 
@@ -246,7 +250,7 @@ class Placements:
         meet = shared_dims(rows[:-1], rows[-1].shape) & self._table.free
         for column in np.flatnonzero(meet).tolist():
             fit = first_fit(self.problem.signatures[column], rules)
-            rows[:, column] = self._mesh.entries(fit)
+            rows[:, column] = narrowed(self._mesh.entries(fit), self.dtype)
         return self._add(rows)
 
     def _combine(self, lists: Index, order: int) -> Index:
@@ -270,34 +274,34 @@ class Placements:
         shared = shared_dims(entries, (len(index), len(tight)))
         meet = np.flatnonzero(shared.any(axis=1))
         if len(meet):
-            index[meet] = self._refit(index[meet], lists[meet], self.orders[order])
+            columns = tight[shared.any(axis=0)]
+            index[meet] = self._refit(index[meet], lists[meet], self.orders[order], columns)
         return index
 
-    def _refit(self, index: Index, lists: Index, order: Sequence[int]) -> Index:
+    def _refit(self, index: Index, lists: Index, order: Sequence[int], columns: Ints) -> Index:
         """[layouts, mesh axes + 1] the rows, mended where a mesh axis does not divide what is left.
 
         Args:
             index: [layouts, mesh axes + 1] the rows as if each mesh axis were alone.
             lists: [layouts, mesh axes] numbers of rule lists.
             order: The mesh axes, those that take a dimension first coming first.
+            columns: [columns] signatures in which mesh axes meet.
         """
-        tight = self._table.tight
-        # [layouts, tight, dims]: what earlier mesh axes leave of each size.
-        left = np.repeat(self._table.sizes_of(tight)[None], len(index), axis=0)
-        # [layouts, 1] and [1, tight]: with [layouts, tight] dimensions they address `left`.
+        sizes, start = self._table.sizes_left(columns)
+        # [layouts, dims of all columns]: what earlier mesh axes leave of each size.
+        left = np.repeat(sizes[None], len(index), axis=0)
         layouts = np.arange(len(index))[:, None]
-        columns = np.arange(len(tight))[None]
         for axis in order:
             axis_size = self.sizes[axis]
-            splits, dims = self._splits_at(axis, index, tight)
-            clash = splits & (left[layouts, columns, dims] % axis_size != 0)
+            splits, dims = self._splits_at(axis, index, columns)
+            clash = splits & (left[layouts, start[:-1] + dims] % axis_size != 0)
             for n in np.flatnonzero(clash.any(axis=1)).tolist():
                 clashing = np.flatnonzero(clash[n])
-                index[n, axis] = self._refit_list(
-                    axis, int(lists[n, axis]), tight[clashing], left[n, clashing]
-                )
-            splits, dims = self._splits_at(axis, index, tight)
-            left[layouts, columns, dims] //= np.where(splits, axis_size, 1)
+                sizes_left = [tuple(left[n, start[c] : start[c + 1]].tolist()) for c in clashing]
+                number = int(lists[n, axis])
+                index[n, axis] = self._refit_list(axis, number, columns[clashing], sizes_left)
+            splits, dims = self._splits_at(axis, index, columns)
+            left[layouts, start[:-1] + dims] //= np.where(splits, axis_size, 1)
         return index
 
     def _splits_at(self, axis: int, index: Index, columns: Ints) -> tuple[Mask, Ints]:
@@ -305,20 +309,22 @@ class Placements:
         entries = self.rows[axis].array[index[:, axis]][:, columns]
         return entries >= 0, np.maximum(entries, 0).astype(np.int64)
 
-    def _refit_list(self, axis: int, number: int, columns: Ints, left: Ints) -> int:
+    def _refit_list(
+        self, axis: int, number: int, columns: Ints, left: Sequence[tuple[int, ...]]
+    ) -> int:
         """The row of a rule list where columns have only so much left of their sizes.
 
         Args:
             axis: The mesh axis.
             number: Of its rule list.
             columns: [n] the columns.
-            left: [n, dims] what is left of the sizes of each.
+            left: [n] what is left of the sizes of each.
         """
-        key = (axis, number, columns.tobytes(), left.tobytes())
+        key = (axis, number, columns.tobytes(), tuple(left))
         if key not in self._refitted:
             lists = self._lists[axis]
             row = self.rows[axis].array[lists.rows[number]].copy()
-            for column, sizes in zip(columns.tolist(), left.tolist(), strict=True):
+            for column, sizes in zip(columns.tolist(), left, strict=True):
                 fit = first_fit(self.problem.signatures[column], lists.rules[number], sizes)
                 row[column] = self._mesh.entries(fit)[axis]
             self._refitted[key] = self.rows[axis].add(row)

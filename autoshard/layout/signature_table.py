@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.axis_classes import NO_AXIS
+from autoshard.layout.narrow import Narrow, NarrowType, narrow_dtype, narrowed
 from autoshard.layout.problem import BoundRule, Fit, Problem, Signature
 from autoshard.layout.spec import Spec
 from autoshard.tracing.program import Eqn, Value
@@ -24,8 +25,8 @@ OPEN = -2
 """Entry of a mesh axis that divides no dimension of a logical axis that a rule sends to it (see
 `layout`)."""
 
-Entries = NDArray[np.int8]
-"""Dimensions, `ABSENT` or `OPEN`; one byte each, because a search compares and hashes millions."""
+Entries = Narrow
+"""Dimensions, `ABSENT` or `OPEN`, or numbers of orders; of `SignatureTable.dtype`."""
 
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -95,42 +96,52 @@ class MeshOrders:
 
 @dataclass(frozen=True, eq=False)
 class _SignatureArrays:
-    """What first-fit looks at. Columns that are no signature have no logical axis.
+    """What first-fit looks at: every dimension or factor of every signature, one after the other.
+
+    They are flat, because one equation may have thousands of factors where others have three.
 
     Attributes:
-        logical_axes: int64 [columns, dims], logical axis of each dimension or factor, else
-            `NO_AXIS`.
-        sizes: int64 [columns, dims], size of each, 1 beyond the rank.
-        optimizer: bool [columns], True for the optimizer state.
-        disallowed: bool [mesh axes, columns, dims], True where the user keeps a mesh axis from a
-            dimension.
+        start: int64 [signatures + 1], the first place of each signature; then the end.
+        column: int64 [places], its signature.
+        dim: narrow [places], which dimension or factor of the signature it is.
+        logical_axes: int64 [places], its logical axis, else `NO_AXIS`.
+        sizes: int64 [places], its size.
+        disallowed: bool [mesh axes, places], True where the user keeps a mesh axis from it.
     """
 
+    start: Ints
+    column: Ints
+    dim: Entries
     logical_axes: Ints
     sizes: Ints
-    optimizer: Mask
     disallowed: Mask
 
     @classmethod
     def of(
-        cls, signatures: Sequence[Signature], columns: int, mesh_axes: Sequence[str]
+        cls, signatures: Sequence[Signature], mesh_axes: Sequence[str], dtype: NarrowType
     ) -> _SignatureArrays:
-        """The arrays of signatures, which are the first of so many columns."""
-        rank = max((len(signature.sizes) for signature in signatures), default=0)
+        """The arrays of signatures, whose dimensions a dtype holds."""
+        ranks = [len(signature.sizes) for signature in signatures]
+        start = np.concatenate([[0], np.cumsum(ranks)]).astype(np.int64)
+        column = np.repeat(np.arange(len(signatures)), ranks)
         arrays = cls(
-            logical_axes=np.full((columns, rank), NO_AXIS, dtype=np.int64),
-            sizes=np.ones((columns, rank), dtype=np.int64),
-            optimizer=np.zeros(columns, dtype=bool),
-            disallowed=np.zeros((len(mesh_axes), columns, rank), dtype=bool),
+            start=start,
+            column=column,
+            dim=narrowed(np.arange(start[-1]) - start[column], dtype),
+            logical_axes=np.array([a for s in signatures for a in s.logical_axes], np.int64),
+            sizes=np.array([size for s in signatures for size in s.sizes], np.int64),
+            disallowed=np.zeros((len(mesh_axes), start[-1]), dtype=bool),
         )
-        for column, signature in enumerate(signatures):
-            arrays.logical_axes[column, : len(signature.logical_axes)] = signature.logical_axes
-            arrays.sizes[column, : len(signature.sizes)] = signature.sizes
-            arrays.optimizer[column] = signature.optimizer
+        for first, signature in zip(start[:-1].tolist(), signatures, strict=True):
             for dim, names in enumerate(signature.disallowed):
                 for axis, name in enumerate(mesh_axes):
-                    arrays.disallowed[axis, column, dim] = name in names
+                    arrays.disallowed[axis, first + dim] = name in names
         return arrays
+
+    def places_of(self, columns: Ints) -> Ints:
+        """The places of some signatures, one after the other."""
+        ranges = [np.arange(self.start[column], self.start[column + 1]) for column in columns]
+        return np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
 
 
 class SignatureTable:
@@ -139,8 +150,10 @@ class SignatureTable:
     Attributes:
         columns: Number of columns: the signatures, the pinned values, and one for everything that
             has no logical axis.
+        dtype: Of entries: as narrow as the factors of equations, the dimensions of values and the
+            orders of mesh axes allow. One byte, but for an equation of more than 128 factors.
         free: bool [columns], True where rules decide: in the signatures.
-        fixed: int8 [mesh axes + 1, columns], the entries of pins (of the order in the last row),
+        fixed: narrow [mesh axes + 1, columns], the entries of pins (of the order in the last row),
             and those of nothing elsewhere.
         tight: int64 [tight columns], columns with a dimension that some mesh axes divide one by
             one, but not all of those together.
@@ -154,28 +167,35 @@ class SignatureTable:
         self._pinned = {value: len(signatures) + i for i, value in enumerate(sorted(problem.pins))}
         self.columns = len(self._column) + len(self._pinned) + 1
         self.free = np.arange(self.columns) < len(self._column)
-        self._arrays = _SignatureArrays.of(signatures, self.columns, mesh.axes)
+        self.dtype = _dtype_of_entries(problem, mesh)
+        self._arrays = _SignatureArrays.of(signatures, mesh.axes, self.dtype)
+        self._optimizer = self._with_signature(np.array([s.optimizer for s in signatures], bool))
         self.fixed = self._fixed_entries()
         self.tight = self._tight_columns()
+        self._by_axis: Ints = np.argsort(self._arrays.logical_axes, kind="stable")
+        self._sorted_axes = self._arrays.logical_axes[self._by_axis]
         self._having: dict[int, Mask] = {}
         self._fitting: dict[tuple[int, int, bool], Entries] = {}
 
     def _fixed_entries(self) -> Entries:
-        fixed = np.full((len(self._mesh.axes) + 1, self.columns), ABSENT, dtype=np.int8)
+        fixed = np.full((len(self._mesh.axes) + 1, self.columns), ABSENT, dtype=self.dtype)
         fixed[-1] = 0
         for value, column in self._pinned.items():
             pin = Fit(self._problem.pins[value], open_dims=frozenset())
-            fixed[:, column] = self._mesh.entries(pin)
+            fixed[:, column] = narrowed(self._mesh.entries(pin), self.dtype)
         return fixed
 
     def _tight_columns(self) -> Ints:
         sizes = self._arrays.sizes
-        # [columns, dims]: product of the mesh axes that divide the dimension, one by one.
+        # [places]: product of the mesh axes that divide the dimension, one by one.
         together = np.ones_like(sizes)
         for axis_size in self._mesh.sizes:
             together *= np.where(sizes % axis_size == 0, axis_size, 1)
-        uneven = (sizes > 1) & (sizes % together != 0)
-        return np.flatnonzero(uneven.any(axis=1) & self.free)
+        return np.unique(self._arrays.column[(sizes > 1) & (sizes % together != 0)])
+
+    def _with_signature(self, mask: Mask) -> Mask:
+        """[columns] what [signatures] say; False for columns that are none."""
+        return np.concatenate([mask, np.zeros(self.columns - len(mask), dtype=bool)])
 
     # Columns --------------------------------------------------------------------------------------
 
@@ -194,26 +214,32 @@ class SignatureTable:
         """Column of an equation's factors."""
         return self._column.get(self._problem.factor_signature(eqn), self.columns - 1)
 
-    def sizes_of(self, columns: Ints) -> Ints:
-        """[columns, dims] sizes of the dimensions of some columns."""
-        sizes: Ints = self._arrays.sizes[columns]
-        return sizes
+    def sizes_left(self, columns: Ints) -> tuple[Ints, Ints]:
+        """Sizes of the dimensions of some signatures, flat, and where those of each begin."""
+        sizes: Ints = self._arrays.sizes[self._arrays.places_of(columns)]
+        ranks = self._arrays.start[columns + 1] - self._arrays.start[columns]
+        return sizes, np.concatenate([[0], np.cumsum(ranks)]).astype(np.int64)
 
     def split_sizes(self, column: int) -> list[int]:
         """Sizes of the dimensions (or factors) of a column that rules may split."""
+        if not self.free[column]:
+            return []
         arrays = self._arrays
-        splittable = (arrays.logical_axes[column] != NO_AXIS) & (arrays.sizes[column] > 1)
-        return [int(size) for size in arrays.sizes[column][splittable]]
+        own = slice(arrays.start[column], arrays.start[column + 1])
+        splittable = (arrays.logical_axes[own] != NO_AXIS) & (arrays.sizes[own] > 1)
+        return [int(size) for size in arrays.sizes[own][splittable]]
 
     def alike(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
         """Whether rules say the same of two (column, dimension), but for the other dimensions."""
-        arrays = self._arrays
-        return bool(
-            arrays.logical_axes[one] == arrays.logical_axes[other]
-            and arrays.sizes[one] == arrays.sizes[other]
-            and arrays.optimizer[one[0]] == arrays.optimizer[other[0]]
-            and self.free[one[0]] == self.free[other[0]]
-        )
+        return self._said_of(*one) == self._said_of(*other)
+
+    def _said_of(self, column: int, dim: int) -> tuple[bool, int, int, bool]:
+        """Equal where rules say the same."""
+        if not self.free[column]:
+            return False, NO_AXIS, 1, False
+        place, arrays = self._arrays.start[column] + dim, self._arrays
+        optimizer = bool(self._optimizer[column])
+        return True, int(arrays.logical_axes[place]), int(arrays.sizes[place]), optimizer
 
     # Rules ----------------------------------------------------------------------------------------
 
@@ -221,7 +247,7 @@ class SignatureTable:
         """[columns] True where a rule holds."""
         scope = self._with_logical_axis(rule.logical_axis)
         if rule.optimizer:
-            scope = scope & self._arrays.optimizer
+            scope = scope & self._optimizer
         if rule.needs is not None:
             scope = scope & self._with_logical_axis(rule.needs)
         if rule.forbids is not None:
@@ -230,8 +256,16 @@ class SignatureTable:
 
     def _with_logical_axis(self, logical_axis: int) -> Mask:
         if logical_axis not in self._having:
-            self._having[logical_axis] = (self._arrays.logical_axes == logical_axis).any(axis=1)
+            having = np.zeros(self.columns, dtype=bool)
+            having[self._arrays.column[self._places_with(logical_axis)]] = True
+            self._having[logical_axis] = having
         return self._having[logical_axis]
+
+    def _places_with(self, logical_axis: int) -> Ints:
+        """The dimensions and factors of a logical axis, ascending."""
+        first, end = np.searchsorted(self._sorted_axes, [logical_axis, logical_axis + 1])
+        places: Ints = self._by_axis[first:end]
+        return places
 
     def fitting_dims(self, logical_axis: int, axis: int, last: bool) -> Entries:
         """[columns] the first or last dimension of a logical axis that a mesh axis divides.
@@ -241,15 +275,15 @@ class SignatureTable:
         key = (logical_axis, axis, last)
         if key not in self._fitting:
             arrays = self._arrays
-            # [columns, dims]: dimensions of the logical axis that the mesh axis may split.
-            own = (arrays.logical_axes == logical_axis) & (arrays.sizes > 1)
-            own &= ~arrays.disallowed[axis]
-            fits = own & (arrays.sizes % self._mesh.sizes[axis] == 0)
-            dims = np.where(own.any(axis=1), OPEN, ABSENT).astype(np.int8)
-            rank = range(arrays.sizes.shape[1])
+            places = self._places_with(logical_axis)
+            # Those that the mesh axis may split, and those that it divides.
+            own = places[(arrays.sizes[places] > 1) & ~arrays.disallowed[axis, places]]
+            fits = own[arrays.sizes[own] % self._mesh.sizes[axis] == 0]
+            dims = np.full(self.columns, ABSENT, dtype=self.dtype)
+            dims[arrays.column[own]] = OPEN
             # The one that is written last wins.
-            for dim in rank if last else reversed(rank):
-                dims[fits[:, dim]] = dim
+            order = fits if last else fits[::-1]
+            dims[arrays.column[order]] = arrays.dim[order]
             self._fitting[key] = dims
         return self._fitting[key]
 
@@ -261,17 +295,29 @@ class SignatureTable:
         projection are split in 8. Alone it stays whole.
         """
         arrays, axis_size = self._arrays, self._mesh.sizes[axis]
-        # [columns, dims]: how far each dimension can be cut that the mesh axis does not divide.
+        # [places]: how far each dimension can be cut that the mesh axis does not divide.
         uneven = (arrays.logical_axes != NO_AXIS) & (arrays.sizes % axis_size != 0)
         divisor = np.where(uneven, np.gcd(arrays.sizes, axis_size), 1)
         counts = np.ones(rows.shape, dtype=np.int64)
         for n in np.flatnonzero((rows == OPEN).any(axis=1)).tolist():
-            split = np.flatnonzero(rows[n] >= 0)
-            split_logical_axes = arrays.logical_axes[split, rows[n, split]]
-            # [columns, dims]: True for dimensions whose logical axis is split in some column.
+            split = np.flatnonzero((rows[n] >= 0) & self.free)
+            split_logical_axes = arrays.logical_axes[arrays.start[split] + rows[n, split]]
+            # [places]: True for dimensions whose logical axis is split in some column.
             cut = np.isin(arrays.logical_axes, split_logical_axes)
-            counts[n] = np.where(cut, divisor, 1).max(axis=1, initial=1)
+            signatures = len(arrays.start) - 1  # each has a dimension
+            counts[n, :signatures] = np.maximum.reduceat(
+                np.where(cut, divisor, 1), arrays.start[:-1]
+            )
         return np.where(rows == OPEN, counts, 1)
+
+
+def _dtype_of_entries(problem: Problem, mesh: MeshOrders) -> NarrowType:
+    """The dtype that holds every dimension, factor and order of a problem."""
+    rules = problem.logical_axes.classes.rules
+    ranks = [len(rules[eqn.index].kinds) for eqn in problem.program.eqns if not eqn.bodies]
+    ranks += [len(value.shape) for value in problem.program.values]
+    ranks += [len(signature.sizes) for signature in problem.signatures]
+    return narrow_dtype(OPEN, max(*ranks, len(mesh.orders), 1) - 1)
 
 
 def shared_dims(rows: Iterable[Entries], shape: tuple[int, ...]) -> Mask:

@@ -20,6 +20,7 @@ from autoshard.cost_model.program.applied_constraints import Array, Index
 from autoshard.cost_model.program.equation_classes import ProgramClasses, ValueClass
 from autoshard.cost_model.program.propagation import Propagated
 from autoshard.cost_model.step_time.temporaries import CopyColumns, Temporaries, reader_bit
+from autoshard.layout.narrow import Narrow
 from autoshard.layout.placements import Placements
 
 Table = NDArray[np.float64]
@@ -162,7 +163,7 @@ class PeakMemory:
             share = np.where(self._is_split(rows), 1.0 / self._placements.sizes[axis], share)
             self._shares[axis] = np.concatenate([self._shares[axis], share])
 
-    def _is_split(self, rows: NDArray[np.int8]) -> NDArray[np.bool_]:
+    def _is_split(self, rows: Narrow) -> NDArray[np.bool_]:
         """[rows, columns] True where the mesh axis of these rows splits a column's values."""
         split: NDArray[np.bool_] = rows[:, self._columns] >= 0
         if len(self._sources):

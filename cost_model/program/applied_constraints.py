@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.axes.sharding_rules import FactorKind
+from autoshard.cost_model.program.ragged import Ragged
 from autoshard.layout.constraints import closed_dims, leaves_open
-from autoshard.layout.placements import OPEN, Placements
+from autoshard.layout.narrow import Narrow, NarrowType, narrowed
+from autoshard.layout.placements import ABSENT, OPEN, Placements
 from autoshard.layout.problem import Problem
 from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Eqn, Value
@@ -31,8 +33,12 @@ Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Index = NDArray[np.int32]
 """[n, mesh axes + 1] rows of `Placements` of n layouts."""
-Dims = NDArray[np.int8]
-"""[n, mesh axes] the dimension, or the factor, that each mesh axis splits; negative for none."""
+Dims = Narrow
+"""[n, mesh axes] the dimension, or the factor, that each mesh axis splits; negative for none. Of
+`Placements.dtype`."""
+
+_NO_FACTOR = -3
+"""The factor of a dimension beyond the rank: no mesh axis splits it (see `ABSENT` and `OPEN`)."""
 
 _UNSPLITTABLE = {FactorKind.REDUCTION, FactorKind.NEED_REPLICATION}
 """With such a factor a producer cannot be split just as its result is."""
@@ -129,7 +135,7 @@ class Assignment(NamedTuple):
     """
 
     dims: Dims
-    order: NDArray[np.int8]
+    order: Narrow
 
 
 class _Constraint(NamedTuple):
@@ -137,14 +143,13 @@ class _Constraint(NamedTuple):
 
     Attributes:
         column: Column of the factors of the anchor.
-        dim_of_factor: The dimension of the value over which each factor runs, -1 for none; the last
-            entry is that of no factor.
+        factors: The factor of each dimension of the value.
         shifted: Dimensions that the anchor shifts. Where it splits one of them otherwise than the
             value is, the value is stated in its own spec.
     """
 
     column: int
-    dim_of_factor: tuple[int, ...]
+    factors: tuple[int, ...]
     shifted: frozenset[int]
 
 
@@ -193,7 +198,6 @@ class AppliedColumns:
         problem: Problem,
         placements: Placements,
         applied: AppliedConstraints,
-        max_factors: int,
     ) -> None:
         """Prepares the columns.
 
@@ -201,14 +205,12 @@ class AppliedColumns:
             problem: The problem.
             placements: Its placements.
             applied: Its applied constraints.
-            max_factors: Most factors that any equation has.
         """
         classes = problem.logical_axes.classes
         self._placements = placements
         self._applied = applied
         self._results = _producers(problem, applied)
         self._rules, self._constant = classes.rules, classes.constant
-        self._max_factors = max_factors
         self._max_rank = max((len(v.shape) for v in problem.program.values), default=0)
         self._shifted_by_producer: dict[int, frozenset[int]] = {}
         for eqn in problem.program.eqns:
@@ -301,11 +303,8 @@ class AppliedColumns:
 
     def _constraint(self, reader: Reader) -> _Constraint:
         eqn, factors = reader
-        dim_of_factor = [-1] * (self._max_factors + 1)
-        for dim in reversed(range(len(factors))):  # the first of two dimensions of one factor
-            dim_of_factor[factors[dim]] = dim
         shifted = closed_dims(eqn.primitive, self._rules[eqn.index], factors)
-        return _Constraint(self._placements.factor_column(eqn), tuple(dim_of_factor), shifted)
+        return _Constraint(self._placements.factor_column(eqn), factors, shifted)
 
     def _agreed(self, tables: _Tables, number: Array, index: Index) -> tuple[Assignment, Mask]:
         """What the first anchor says of each value, and [n] whether the partitioner applies it.
@@ -328,7 +327,7 @@ class AppliedColumns:
         """What the anchors at one position say of their values, and [n] whether it is closed."""
         column = np.maximum(tables.constraint[number, position], 0)
         factors, order = self._placed(index, column)
-        dims = look_up(tables.dim_of_factor[number, position], np.maximum(factors, -1))
+        dims = dims_over(tables.factors[number, position], factors)
         by_anchor = tables.shifted_by_anchor[number, position]  # [n, dimensions + 1]
         by_producer = tables.shifted_by_producer[number]
         shifted = (  # [n, mesh axes]: where such a split differs, the value is in its own spec
@@ -360,34 +359,64 @@ class AppliedColumns:
                 split without it.
         """
         votes = 1 + tables.constants[number]  # the result; constants are split as they are needed
-        for position in range(tables.voter.shape[1]):
-            exists = tables.voter[number, position] >= 0  # [n]
-            operand, _ = self._placed(index, np.maximum(tables.voter[number, position], 0))
-            factors = tables.voter_factors[number, position]  # [n, dimensions + 1]
-            split = look_up(factors, np.maximum(operand, -1))  # [n, mesh axes]: factors
-            for side, vote in zip(sides, (1, -1), strict=True):
-                has_factor = (factors[:, None, :] == side[:, :, None]).any(axis=2)
-                wanted = np.where(has_factor & (side >= 0), side, -1)
-                votes += vote * (exists & (wanted == split).all(axis=1))
+        owner, entry = tables.voters_of.of(number)
+        operand, _ = self._placed(index[owner], tables.voter[entry])
+        factors = tables.voter_factors[entry]  # [operands, dimensions + 1]
+        split = look_up(factors, np.maximum(operand, -1))  # [operands, mesh axes]: factors
+        for sides_of_n, vote in zip(sides, (1, -1), strict=True):
+            side = sides_of_n[owner]
+            has_factor = (factors[:, None, :] == side[:, :, None]).any(axis=2)
+            wanted = np.where(has_factor & (side >= 0), side, factors.dtype.type(-1))
+            agrees = (wanted == split).all(axis=1)
+            votes += vote * np.bincount(owner, agrees, len(number)).astype(np.int64)
         return np.asarray(votes >= 0)
 
     def _placed(self, index: Index, columns: Array) -> Assignment:
         """What the rows of the placements say of [n] columns of theirs."""
         *axes, orders = self._placements.rows
-        dims = np.zeros((len(index), len(axes)), dtype=np.int8)
+        dims = np.zeros((len(index), len(axes)), dtype=self._placements.dtype)
         for axis, rows in enumerate(axes):
             dims[:, axis] = rows.array[index[:, axis], columns]
         return Assignment(dims, orders.array[index[:, -1], columns])
 
     def _tables(self) -> _Tables:
         if self._padded is None:
-            self._padded = _Tables.of(list(self._numbers), self._max_factors, self._max_rank)
+            self._padded = _Tables.of(list(self._numbers), self._max_rank, self._placements.dtype)
         return self._padded
 
 
 def look_up(table: NDArray[Any], dims: Dims) -> NDArray[Any]:
     """[n, mesh axes] entries of [n, width] tables; -1 looks up the last, which is that of none."""
     return np.take_along_axis(table, dims.astype(np.int64), axis=1)
+
+
+def dims_over(factors_of_dims: Narrow, factors: Dims) -> Dims:
+    """[n, mesh axes] the first dimension that runs over the factor of each mesh axis, -1 for none.
+
+    Args:
+        factors_of_dims: [n, dimensions] factor of each; `factor_rows` makes them.
+        factors: [n, mesh axes] factors that mesh axes split.
+    """
+    dims = np.full_like(factors, ABSENT)
+    for dim in reversed(range(factors_of_dims.shape[1])):  # the first is written last
+        np.copyto(dims, factors.dtype.type(dim), where=factors_of_dims[:, dim, None] == factors)
+    return dims
+
+
+def factor_rows(rows: Sequence[Sequence[int]], dtype: NarrowType) -> Narrow:
+    """[rows, dimensions] the factor of each dimension, padded with one that nobody splits."""
+    rank = max(map(len, rows), default=0)
+    table = np.full((len(rows), rank), _NO_FACTOR, dtype=dtype)
+    for number, factors in enumerate(rows):
+        table[number, : len(factors)] = narrowed(factors, dtype)
+    return table
+
+
+def unsplit(dims: Dims, where: Mask) -> Dims:
+    """[n, mesh axes] dimensions, none where a mesh axis does not split after all."""
+    kept = dims.copy()
+    kept[where] = ABSENT
+    return kept
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -398,59 +427,64 @@ class _Tables:
         fallback: [columns] column of the placements.
         value: [columns] column of the value.
         constraint: [columns, anchors] column of the anchor's factors.
-        dim_of_factor: [columns, anchors, factors + 1] dimensions of the value.
+        factors: [columns, anchors, dimensions] the anchor's factor of each dimension.
         shifted_by_anchor: [columns, anchors, dimensions + 1] True where the anchor shifts it.
         shifted_by_producer: [columns, dimensions + 1] True where the producer shifts it.
         sizes: [columns, dimensions] sizes of the value, 0 beyond its rank.
         targets: [columns, dimensions + 1] dimension or factor that is split.
-        voter: [columns, operands] column of the operand.
-        voter_factors: [columns, operands, dimensions + 1] factor of each dimension.
+        voters_of: Operands that vote, of each column.
+        voter: [operands] column of the operand.
+        voter_factors: [operands, dimensions + 1] factor of each dimension.
         constants: [columns] number of constant operands.
     """
 
     fallback: Array
     value: Array
     constraint: Array
-    dim_of_factor: NDArray[np.int8]
+    factors: Narrow
     shifted_by_anchor: Mask
     shifted_by_producer: Mask
     sizes: Array
-    targets: NDArray[np.int8]
+    targets: Narrow
+    voters_of: Ragged
     voter: Array
-    voter_factors: NDArray[np.int8]
+    voter_factors: Narrow
     constants: Array
 
     @classmethod
-    def of(cls, columns: Sequence[_AppliedColumn], max_factors: int, max_rank: int) -> _Tables:
+    def of(cls, columns: Sequence[_AppliedColumn], max_rank: int, dtype: NarrowType) -> _Tables:
         """The arrays of columns, in order."""
         count = len(columns)
         anchors = max(len(column.constraints) for column in columns)
-        voters = max(len(column.voters) for column in columns)
+        voters = [voter for column in columns for voter in column.voters]
         tables = cls(
             fallback=np.array([column.fallback for column in columns], dtype=np.int64),
             value=np.array([column.value for column in columns], dtype=np.int64),
             constraint=np.full((count, anchors), -1, dtype=np.int64),
-            dim_of_factor=np.full((count, anchors, max_factors + 1), -1, dtype=np.int8),
+            factors=np.full((count, anchors, max_rank), _NO_FACTOR, dtype=dtype),
             shifted_by_anchor=np.zeros((count, anchors, max_rank + 1), dtype=bool),
             shifted_by_producer=np.zeros((count, max_rank + 1), dtype=bool),
             sizes=np.zeros((count, max_rank), dtype=np.int64),
-            targets=np.full((count, max_rank + 1), -1, dtype=np.int8),
-            voter=np.full((count, voters), -1, dtype=np.int64),
-            voter_factors=np.full((count, voters, max_rank + 1), -1, dtype=np.int8),
+            targets=np.full((count, max_rank + 1), -1, dtype=dtype),
+            voters_of=Ragged([len(column.voters) for column in columns]),
+            voter=np.array([voter.column for voter in voters], dtype=np.int64),
+            voter_factors=np.full((len(voters), max_rank + 1), -1, dtype=dtype),
             constants=np.array([column.constants for column in columns], dtype=np.int64),
         )
         for number, column in enumerate(columns):
             tables._fill(number, column)
+        for entry, voter in enumerate(voters):
+            factors = narrowed(voter.factors, dtype)
+            tables.voter_factors[entry, : len(factors)] = factors
         return tables
 
     def _fill(self, number: int, column: _AppliedColumn) -> None:
-        self.targets[number, : len(column.targets)] = column.targets
+        dtype = self.targets.dtype
+        self.targets[number, : len(column.targets)] = narrowed(column.targets, dtype)
         self.sizes[number, : len(column.sizes)] = column.sizes
         self.shifted_by_producer[number, sorted(column.shifted)] = True
         for position, constraint in enumerate(column.constraints):
             self.constraint[number, position] = constraint.column
-            self.dim_of_factor[number, position] = constraint.dim_of_factor
+            factors = narrowed(constraint.factors, dtype)
+            self.factors[number, position, : len(factors)] = factors
             self.shifted_by_anchor[number, position, sorted(constraint.shifted)] = True
-        for position, voter in enumerate(column.voters):
-            self.voter[number, position] = voter.column
-            self.voter_factors[number, position, : len(voter.factors)] = voter.factors

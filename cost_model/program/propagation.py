@@ -121,7 +121,7 @@ class _Regions:
         if not count:
             return np.zeros(0, dtype=np.int32)
         ends = np.array(self._edges, dtype=np.int64).reshape(-1, 2)
-        ones = np.ones(len(ends), dtype=np.int8)
+        ones = np.ones(len(ends), dtype=bool)  # edges that occur twice are added up: or
         graph = coo_array((ones, (ends[:, 0], ends[:, 1])), shape=(count, count))
         _, region = connected_components(graph, directed=False)
         return np.asarray(region)

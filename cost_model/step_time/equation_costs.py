@@ -25,15 +25,15 @@ from autoshard.cost_model.program.applied_constraints import (
     Index,
     Mask,
     Reader,
-    look_up,
+    unsplit,
 )
 from autoshard.cost_model.program.equation_classes import EquationClass
+from autoshard.cost_model.program.ragged import Ragged
 from autoshard.cost_model.step_time.collective_tables import ClassCosts, CollectiveBatch
 from autoshard.cost_model.step_time.halo_tables import TransposedExchanges
 from autoshard.cost_model.step_time.operand_tables import (
     Context,
     OperandTable,
-    Ragged,
     result_spec,
 )
 from autoshard.cost_model.step_time.temporaries import Temporaries
@@ -110,8 +110,10 @@ class EquationCosts:
         self._copies = np.zeros(count, dtype=bool)
         self._arg_reduces = np.zeros(count, dtype=bool)
         self._sums_by_factor = np.zeros(count, dtype=bool)
-        # [classes, factors + 1]: whether a factor is reduced; the last is no factor
-        self._reduced = np.zeros((count, context.max_factors + 1), dtype=bool)
+        # [factors of all classes]: whether it is reduced; no factor comes first
+        self._factors_of = Ragged([len(c.kinds) for c in self._classes])
+        kinds = [kind for c in self._classes for kind in c.kinds]
+        self._reduced = np.array([False, *(kind is FactorKind.REDUCTION for kind in kinds)])
 
         for i, equation_class in enumerate(self._classes):
             eqn = equation_class.eqn
@@ -124,8 +126,6 @@ class EquationCosts:
             self._arg_reduces[i] = context.rules[eqn.index].combine == ARG_REDUCTION
             # the partitioner adds the partial results of a contraction factor by factor
             self._sums_by_factor[i] = eqn.primitive in ANCHORS and not backend.folds_all_reduces
-            for factor, kind in enumerate(equation_class.kinds):
-                self._reduced[i, factor] = kind is FactorKind.REDUCTION
 
     def _prepare_operands(self) -> None:
         operands, results = [], []
@@ -179,7 +179,8 @@ class EquationCosts:
         factors, order = _at(computation, owner)
         computed = Assignment(self._results.dims_of_factors(entry, factors), order)
         target = result_spec(computed, self._results.current(entry, index[owner]))
-        partial = look_up(self._reduced[number[owner]], np.maximum(factors, -1))
+        first_factor = self._factors_of.starts[number[owner]] + 1  # [m]: in `_reduced`
+        partial = self._reduced[np.where(factors >= 0, first_factor[:, None] + factors, 0)]
         return _Results(
             owner=owner,
             number=number[owner],
@@ -288,7 +289,7 @@ class EquationCosts:
         specs = self._context.specs
         before, after = specs.number(results.computed), specs.number(results.target)
         # along mesh axes that it was summed over, a result is whole: slicing it there is free
-        unsliced = np.where(results.partial, np.int8(-1), results.target.dims)
+        unsliced = unsplit(results.target.dims, results.partial)
         wanted = specs.number(Assignment(unsliced, results.target.order))
         collectives.add_reshards(results.owner, results.value_bytes, before, wanted)
         self._transposed.add(

@@ -10,8 +10,9 @@ import numpy as np
 
 from autoshard.cost_model.program.applied_constraints import Array, Dims, Reader
 from autoshard.cost_model.program.halo import GATHERED, TRANSPOSED, exchanges, shards_sent
+from autoshard.cost_model.program.ragged import Ragged
 from autoshard.cost_model.step_time.collective_tables import CollectiveBatch
-from autoshard.cost_model.step_time.operand_tables import Context, Ragged
+from autoshard.cost_model.step_time.operand_tables import Context
 from autoshard.layout.placements import Placements
 from autoshard.tracing.program import Eqn, Value
 

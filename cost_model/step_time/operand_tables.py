@@ -21,7 +21,10 @@ from autoshard.cost_model.program.applied_constraints import (
     Index,
     Mask,
     Reader,
+    dims_over,
+    factor_rows,
     look_up,
+    unsplit,
 )
 from autoshard.cost_model.step_time.reshard import Specs
 from autoshard.layout.constraints import closed_dims
@@ -39,23 +42,20 @@ class Context:
         columns: Columns of values and of factors under applied constraints.
         specs: Numbers of specs.
         rules: By `Eqn.index`, the sharding rule.
-        max_factors: Most factors that any equation has.
     """
 
     placements: Placements
     columns: AppliedColumns
     specs: Specs
     rules: Sequence[ShardingRule]
-    max_factors: int
 
     @classmethod
     def of(cls, problem: Problem, placements: Placements, applied: AppliedConstraints) -> Context:
         """The context of a problem."""
         rules = problem.logical_axes.classes.rules
-        max_factors = max((len(rules[e.index].kinds) for e in problem.program.eqns), default=0)
         max_rank = max((len(v.shape) for v in problem.program.values), default=0)
-        columns = AppliedColumns(problem, placements, applied, max_factors)
-        return cls(placements, columns, Specs(placements, max_rank), rules, max_factors)
+        columns = AppliedColumns(problem, placements, applied)
+        return cls(placements, columns, Specs(placements, max_rank), rules)
 
 
 class OperandTable:
@@ -79,8 +79,9 @@ class OperandTable:
         self._factors_column = np.zeros(count, dtype=np.int64)
         self._value_column = np.zeros(count, dtype=np.int64)
         self.bytes = np.zeros(count, dtype=np.int64)
-        # [entries, factors + 1]: dimension over which a factor runs, -1 for none; the last is none
-        self._dim_of_factor = np.full((count, context.max_factors + 1), -1, dtype=np.int8)
+        # [entries, dimensions]: factor that runs over each
+        factors_of_entries = [reader.factors for _, reader in entries]
+        self._factors = factor_rows(factors_of_entries, context.placements.dtype)
         # [entries, dimensions + 1]: sizes of the dimensions; which of them the equation shifts, so
         # that they are never left open (see `closed_dims`)
         self._sizes = np.ones((count, rank + 1), dtype=np.int64)
@@ -92,8 +93,6 @@ class OperandTable:
             closed = closed_dims(eqn.primitive, context.rules[eqn.index], factors)
             self._closed[i, sorted(closed)] = True
             self._sizes[i, : len(factors)] = value.shape
-            for dim in reversed(range(len(factors))):  # the first of two dimensions of one factor
-                self._dim_of_factor[i, factors[dim]] = dim
         devices = int(np.prod(context.placements.sizes, dtype=np.int64))
         # [entries]: whether some mesh axes do not divide some dimension
         self._uneven = (self._sizes % devices != 0).any(axis=1)
@@ -108,8 +107,7 @@ class OperandTable:
 
     def dims_of_factors(self, entry: Array, factors: Dims) -> Dims:
         """[n, mesh axes] the dimensions over which those factors run that mesh axes split."""
-        dims: Dims = look_up(self._dim_of_factor[entry], np.maximum(factors, -1))
-        return dims
+        return dims_over(self._factors[entry], factors)
 
     def operand_spec(
         self, entry: Array, computation: Assignment, current: Assignment
@@ -145,7 +143,7 @@ class OperandTable:
             split = np.flatnonzero(dims[:, axis] >= 0)
             shard_counts[split, dims[split, axis]] *= size
         uneven = look_up(sizes % shard_counts != 0, np.maximum(dims, 0))
-        return np.where((dims >= 0) & uneven, np.int8(-1), dims)
+        return unsplit(dims, (dims >= 0) & uneven)
 
 
 def result_spec(computed: Assignment, stated: Assignment) -> Assignment:
@@ -180,18 +178,3 @@ def _inherit(spec: Assignment, other: Assignment, opened: Array, allowed: Mask) 
     changed = opened[inherited.any(axis=1)]
     order[changed] = other.order[changed]
     return Assignment(dims, order)
-
-
-class Ragged:
-    """Entries of classes, `starts[c]` to `starts[c + 1]`."""
-
-    def __init__(self, counts: Sequence[int]) -> None:
-        self.counts = np.array(counts, dtype=np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
-
-    def of(self, classes: Array) -> tuple[Array, Array]:
-        """(position in `classes`, entry) of every entry of these classes."""
-        counts = self.counts[classes]
-        owner = np.repeat(np.arange(len(classes)), counts)
-        first = np.cumsum(counts) - counts
-        return owner, np.arange(len(owner)) - first[owner] + self.starts[classes][owner]

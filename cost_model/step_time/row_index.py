@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoshard.cost_model.program.applied_constraints import Array, Index, Mask
+from autoshard.layout.narrow import Narrow
 from autoshard.layout.placements import Placements
 
 
@@ -110,7 +110,7 @@ class _RowContents:
         self._numbers: dict[bytes, int] = {}
         self._of_row = np.zeros(0, dtype=np.int64)
 
-    def of(self, rows: NDArray[np.int8], columns: Array) -> Array:
+    def of(self, rows: Narrow, columns: Array) -> Array:
         """[rows] their numbers.
 
         Args:
@@ -120,7 +120,7 @@ class _RowContents:
         known = len(self._of_row)
         if known < len(rows):
             numbers = self._numbers
-            width = len(columns)
+            width = len(columns) * rows.itemsize
             contents = rows[known:, columns].tobytes()  # a slice a row: far quicker than tuples
             new = []
             for row in range(len(rows) - known):

@@ -13,9 +13,10 @@ import numpy as np
 
 from autoshard.cost_model.program.applied_constraints import Array, Assignment, Index
 from autoshard.cost_model.program.equation_classes import ValueClass
+from autoshard.cost_model.program.ragged import Ragged
 from autoshard.cost_model.step_time.collective_tables import ClassCosts, CollectiveBatch
 from autoshard.cost_model.step_time.halo_tables import HaloExchanges, Operands
-from autoshard.cost_model.step_time.operand_tables import Context, OperandTable, Ragged
+from autoshard.cost_model.step_time.operand_tables import Context, OperandTable
 from autoshard.cost_model.step_time.temporaries import CopyColumns, Temporaries, reader_bit
 
 
