@@ -1,10 +1,10 @@
 """Logical axes: axis classes at isomorphic places of the program, so that decisions do not grow
 with its depth. The word is Flax's and MaxText's: a name that rules send to mesh axes.
 
-The classes of a program form a graph: two are neighbours where one equation runs over both, and the
-edge carries which primitive, which operand and which dimension. A Weisfeiler-Lehman hash of that
-graph, refined by sizes and by the arguments a class touches, gives equal labels to the heads of
-layer 1 and of layer 7. Two classes that meet in one value never share a logical axis (the hidden
+The classes of a program form a graph: two are neighbours where an operand or result of an equation
+has both, and the edge carries which primitive and which of its factors. A Weisfeiler-Lehman hash of
+that graph, refined by sizes and by the arguments a class touches, gives equal labels to the heads
+of layer 1 and of layer 7. Two classes that meet in one value never share a logical axis (the hidden
 axes of a deep MLP alternate instead), so a logical axis names one dimension of almost any value;
 where the *same class* occurs twice in a value (attention scores) that is a conflict, and a rule
 says which occurrence it takes.
@@ -14,6 +14,7 @@ Reference: Shervashidze et al. (2011), Weisfeiler-Lehman graph kernels, section 
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections import Counter, defaultdict
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from autoshard.axes.axis_classes import NO_AXIS, AxisClasses
+from autoshard.axes.sharding_rules import FactorKind, ShardingRule
 from autoshard.tracing.program import Eqn, Value
 from autoshard.tracing.source_lines import source_line
 
@@ -162,18 +164,25 @@ class _ClassGraph:
             if axis_class != NO_AXIS:
                 self.places[axis_class][(owner, dim, *value.shape)] += 1
 
-    def add_eqn(self, primitive: str, factors: Sequence[tuple[int, int]]) -> None:
-        """Adds the factors of an equation, and their meetings."""
+    def add_eqn(
+        self, primitive: str, factors: Sequence[tuple[int, int]], rule: ShardingRule
+    ) -> None:
+        """Adds the factors of an equation, and their meetings in its operands and results."""
         name = zlib.crc32(primitive.encode())
+        if all(kind is FactorKind.NEED_REPLICATION for kind in rule.kinds):
+            for axis_class, size in factors:  # what it relates to nothing has no position either
+                if axis_class != NO_AXIS:
+                    self.places[axis_class][(name, size)] += 1
+            return
         for i, (axis_class, size) in enumerate(factors):
-            if axis_class == NO_AXIS:
-                continue
-            self.places[axis_class][(name, len(factors), i, size)] += 1
-            for j, (other, _) in enumerate(factors[:i]):
-                if other not in (axis_class, NO_AXIS):
-                    pair = min(axis_class, other), max(axis_class, other)
-                    # hash() of integers only is the same in every process
-                    self.edges[pair][hash((name, j, i))] += 1
+            if axis_class != NO_AXIS:
+                self.places[axis_class][(name, len(factors), i, size)] += 1
+        for j, i in _meeting_factors(rule):
+            axis_class, other = factors[i][0], factors[j][0]
+            if axis_class != other and NO_AXIS not in (axis_class, other):
+                pair = min(axis_class, other), max(axis_class, other)
+                # hash() of integers only is the same in every process
+                self.edges[pair][hash((name, j, i))] += 1
 
     def labels(self) -> list[str]:
         """Weisfeiler-Lehman label of each class."""
@@ -188,6 +197,14 @@ class _ClassGraph:
         return [hashes[axis_class][-1] for axis_class in range(len(self.places))]
 
 
+def _meeting_factors(rule: ShardingRule) -> set[tuple[int, int]]:
+    """Pairs of factors that one operand or result has; the smaller first."""
+    pairs: set[tuple[int, int]] = set()
+    for dims in (*rule.operands, *rule.results):
+        pairs.update(itertools.combinations(sorted(set(dims)), 2))
+    return pairs
+
+
 def _labels(classes: AxisClasses) -> list[str]:
     """Weisfeiler-Lehman label of each class."""
     program = classes.program
@@ -196,7 +213,7 @@ def _labels(classes: AxisClasses) -> list[str]:
         graph.add_leaf(argument, value, classes.of_value[value.index])
     for eqn in program.eqns:
         if not eqn.bodies:
-            graph.add_eqn(eqn.primitive, classes.factors(eqn))
+            graph.add_eqn(eqn.primitive, classes.factors(eqn), classes.rules[eqn.index])
     return graph.labels()
 
 
