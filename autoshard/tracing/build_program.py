@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.fingerprint import fingerprint
-from autoshard.tracing.primitives import ONE_TO_ONE
+from autoshard.tracing.primitives import ONE_TO_ONE, OPERANDWISE
 from autoshard.tracing.program import Body, BodyMapping, Eqn, MappingKind, Program, Value
 from autoshard.tracing.signature import Call
 
@@ -81,10 +81,33 @@ class _Builder:
             name=name,
             inputs=tuple(map(self._value, jaxpr.invars)),
             consts=tuple(map(self._value, jaxpr.constvars)),
-            eqns=tuple(map(self._eqn, jaxpr.eqns)),
+            eqns=tuple(built for eqn in jaxpr.eqns for built in self._built(eqn)),
             outputs=tuple(map(self._value, jaxpr.outvars)),
             trip_count=trip_count,
         )
+
+    def _built(self, eqn: Any) -> list[Eqn]:
+        """What an equation computes: one thing, or one of each of its operands."""
+        operandwise = eqn.primitive.name in OPERANDWISE and len(eqn.invars) == len(eqn.outvars)
+        return self._parts(eqn) if operandwise else [self._eqn(eqn)]
+
+    def _parts(self, eqn: Any) -> list[Eqn]:
+        inputs = tuple(map(self._value, eqn.invars))
+        parts = []
+        for part, (operand, out) in enumerate(zip(inputs, eqn.outvars, strict=True)):
+            parts.append(
+                Eqn(
+                    index=len(self._eqns),
+                    primitive=eqn.primitive.name,
+                    params=eqn.params,
+                    inputs=(operand,),
+                    outputs=(self._result(out),),
+                    origin=eqn,
+                    part=part,
+                )
+            )
+            self._eqns.append(parts[-1])
+        return parts
 
     def _eqn(self, eqn: Any) -> Eqn:
         index = len(self._eqns)

@@ -35,6 +35,8 @@ class Trait(enum.Flag):
     """A plain call, inlined when tracing."""
     ONE_TO_ONE = enum.auto()
     """Its operands and results are those of its one body, in order."""
+    OPERANDWISE = enum.auto()
+    """Operand i is result i, unrelated to the others: as many computations as it has operands."""
     HOST_EFFECT = enum.auto()
     """It does something on the host."""
     LOOP = enum.auto()
@@ -133,6 +135,7 @@ TRAITS: dict[str, Trait] = {
     "ne": T.FUSES,
     "neg": T.FUSES | T.SCALES,
     "not": T.FUSES,
+    "one_minus_square": T.FUSES,
     "or": T.FUSES,
     "real": T.FUSES,
     "reduce_precision": T.FUSES,
@@ -178,6 +181,12 @@ TRAITS: dict[str, Trait] = {
     "remat2": T.ONE_TO_ONE,
     "scan": T.LOOP,
     "while": T.LOOP,
+    # of several arrays, each for itself
+    "device_put": T.OPERANDWISE,
+    "optimization_barrier": T.OPERANDWISE,
+    "pvary": T.OPERANDWISE,
+    "reduced_vary_cast": T.OPERANDWISE,
+    "vary_unreduced_cast": T.OPERANDWISE,
     # kernels and foreign code
     "call_exported": T.KERNEL,
     "cudnn_fusion": T.KERNEL,
@@ -224,6 +233,7 @@ LOOPS = with_trait(Trait.LOOP)
 MOVING = with_trait(Trait.MOVES)
 ONE_TO_ONE = with_trait(Trait.ONE_TO_ONE)
 OPENED = with_trait(Trait.OPENED)
+OPERANDWISE = with_trait(Trait.OPERANDWISE)
 REDUCTIONS = with_trait(Trait.REDUCES)
 SCALES = with_trait(Trait.SCALES)
 SHIFTS = with_trait(Trait.SHIFTS)

@@ -125,6 +125,8 @@ class Eqn:
         scanned: Operands and results whose dimension 0 a scan consumes or stacks, one slice a trip.
         carries: For loops, body inputs and outputs that are carried: `(body input, body output)`.
         origin: The jax equation; only `jax_internals` knows what is in it.
+        part: Which operand and result of `origin` it is about, of those that are unrelated
+            (`primitives.OPERANDWISE`); they are equations of their own, in order.
     """
 
     index: int
@@ -137,6 +139,7 @@ class Eqn:
     scanned: tuple[Value, ...] = ()
     carries: tuple[tuple[Value, Value], ...] = ()
     origin: Any = field(default=None, repr=False)
+    part: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -118,6 +118,8 @@ class _ConstraintWriter:
         eqns: list[Any] = []
         stated = _StatedOperands(self._constraint_eqn, eqns)
         for eqn in body.eqns:
+            if eqn.part:
+                continue  # its first part stands for the whole; none is constrained
             jax_eqn = self._with_rewritten_bodies(eqn)
             # Most equations are no anchors and stay as they are.
             wanted = self._constraints.eqns.get(eqn.index)

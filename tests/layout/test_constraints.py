@@ -168,6 +168,17 @@ own.defvjp(
 )
 
 
+def several_at_once(w: jax.Array, x: jax.Array) -> Any:
+    """Equations of several arrays, each for itself, inside a loop and outside."""
+    x, w = jax.lax.optimization_barrier((x @ w, w))
+
+    def layer(c: Any, _: Any) -> Any:
+        h, w = jax.lax.optimization_barrier((jnp.tanh(c[0] @ c[1]), c[1]))
+        return (h, w), None
+
+    return jax.device_put(jax.lax.scan(layer, (x, w), None, length=2)[0])
+
+
 def grads(w: jax.Array, x: jax.Array) -> Any:
     def loss(w: jax.Array) -> jax.Array:
         h = jax.lax.scan(
@@ -180,6 +191,7 @@ def grads(w: jax.Array, x: jax.Array) -> Any:
 
 EXAMPLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
     "loops": (loops, (W, X), ("x.0->data", "w.0->model")),
+    "several at once": (several_at_once, (W, X), ("x.0->data", "w.0->model")),
     "gradients": (grads, (W, X), ("x.0->data", "w.0->model")),
     "mlp": (mlp_step, mlp_args(), ("x.0->data", "b1.0->model", "w1.0->data")),
     "decoder": (

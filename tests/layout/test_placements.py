@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from autoshard.layout.pins import Only
 from autoshard.layout.placements import OPEN, Placements
 from autoshard.layout.prepare import Prepared
 from autoshard.layout.problem import Fit, Problem
+from autoshard.tracing import build_program
 from tests.models import decoder_args, decoder_step
 from tests.stages import array, mesh_of, prepared
 
@@ -126,3 +129,39 @@ def test_a_pinned_value_stays_where_it_is() -> None:
         {0: ["data"], 1: ["model"]},
         False,
     )
+
+
+@pytest.mark.parametrize("leaves", [1, 63, 64, 65, 128, 129, 1000])
+def test_an_equation_of_so_many_factors_is_split_as_first_fit_says(
+    leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of them is beyond what a byte holds from 65 matrices on."""
+    # As one equation, which the operands of a kernel or of foreign code are anyway.
+    monkeypatch.setattr(build_program, "OPERANDWISE", frozenset())
+    made = prepared(jax.lax.optimization_barrier, ([array(8, 4)] * leaves,), mesh_of(data=4))
+    (eqn,) = made.problem.program.eqns
+    logical_axes = [axis for axis, _ in made.problem.logical_axes.factors(eqn)]
+    name = made.problem.logical_axes.axes[logical_axes[-2]].name
+    rules = (AxisRule.parse(f"{name}->data"),)
+
+    placements = Placements(made.problem)
+    index = placements.of_rules([rules])[0]
+    assert index.tolist() == placements.of_layout(Layout(made.problem, rules)).tolist()
+    split = int(placements.rows[0].array[index[0], placements.factor_column(eqn)])
+    assert logical_axes[split] == logical_axes[-2]
+    if logical_axes.count(logical_axes[-2]) == 1:
+        assert split == 2 * (leaves - 1)
+
+
+def test_there_may_be_more_orders_of_mesh_axes_than_a_byte_holds() -> None:
+    made = prepared(lambda x: x + 1, (array(64, 64),), mesh_of(data=8))
+    mesh = dict.fromkeys("abcdef", 2)  # 720 orders
+    problem = dataclasses.replace(made.problem, mesh_axes=mesh)
+    placements = Placements(problem)
+    for names in ("abcdef", "fedcba", "facebd"):
+        rules = tuple(AxisRule.parse(f"x.0->{name}") for name in names)
+        index = placements.of_rules([rules])[0]
+        assert index.tolist() == placements.of_layout(Layout(problem, rules)).tolist()
+        column = placements.value_column(problem.program.body.inputs[0])
+        order = placements.orders[int(placements.rows[-1].array[index[-1], column])]
+        assert "".join("abcdef"[axis] for axis in order) == names
