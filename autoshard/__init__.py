@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autoshard.errors import ExtraError as ExtraError
     from autoshard.errors import FactoryError as FactoryError
     from autoshard.errors import HardwareError as HardwareError
+    from autoshard.errors import JaxVersionError as JaxVersionError
     from autoshard.errors import MeshError as MeshError
     from autoshard.errors import NoFeasiblePlanError as NoFeasiblePlanError
     from autoshard.errors import PathError as PathError
@@ -97,6 +98,7 @@ _HOMES = {
     "Hardware": "autoshard.cost_model.hardware.hardware",
     "HardwareError": "autoshard.errors",
     "HasSpecs": "autoshard.layout.pins",
+    "JaxVersionError": "autoshard.errors",
     "LeafExplanation": "autoshard.report.what_if",
     "Link": "autoshard.cost_model.hardware.hardware",
     "Measured": "autoshard.evidence.candidate",

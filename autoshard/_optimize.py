@@ -89,8 +89,9 @@ def optimize(  # noqa: PLR0913
             donated arguments are matched by structure and shapes.
         pins: Leaf paths (or `re.compile(...)`) to PartitionSpecs that stay fixed; or another Plan
             or SpecTable; or `"metadata"` for the mesh axes that the model's own variables name.
-        user_constraints: `"pin"` keeps the function's own `with_sharding_constraint`s, `"ignore"`
-            drops them.
+        user_constraints: `"pin"` keeps the function's own `with_sharding_constraint`s and, where it
+            is written for Explicit axes, the shardings that it states (`out_sharding=`,
+            `jax.sharding.reshard`); `"ignore"` drops them.
         memory_budget_bytes: Per device, an int or text such as `"16GiB"`; on a target at most what
             the part has.
         hardware: A preset's name, a file written by calibration, or a `Hardware`; by default the

@@ -13,7 +13,9 @@ class AutoshardError(Exception):
 
 
 class TraceError(AutoshardError, TypeError):
-    """`fn` cannot be traced with the example arguments; plain `jax.jit(fn)` fails as well."""
+    """`fn` cannot be traced with the example arguments; whether plain `jax.jit(fn)` fails as well
+    was tried, and the message says it.
+    """
 
 
 class ArgumentError(AutoshardError, ValueError):
@@ -34,6 +36,10 @@ class ExtraError(AutoshardError, ImportError):
 
 class SpecError(AutoshardError, ValueError):
     """A PartitionSpec does not fit an array: unknown mesh axis, too many dimensions, odd sizes."""
+
+
+class JaxVersionError(AutoshardError, ImportError):
+    """This release of jax lacks names that autoshard needs; the message has each of them."""
 
 
 class PathError(AutoshardError, LookupError):

@@ -14,7 +14,8 @@ from autoshard.axes.axis_classes import NO_AXIS, AxisClasses, axis_classes
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import JitOptions, Prepared, make_request, prepare
-from autoshard.tracing.signature import Call, flatten_call, options_for
+from autoshard.tracing.jit_options import options_for
+from autoshard.tracing.signature import Call, flatten_call
 from autoshard.tracing.trace import Traced, trace
 
 QUICKLY = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}

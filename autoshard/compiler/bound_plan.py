@@ -23,7 +23,8 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.mesh import MeshInfo
 from autoshard.layout.spec import to_partition_spec
 from autoshard.tracing.functionalize import FunctionalizedStep
-from autoshard.tracing.signature import Call, CallOptions, flatten_call, is_static
+from autoshard.tracing.jit_options import CallOptions
+from autoshard.tracing.signature import Call, flatten_call
 from autoshard.tracing.trace import Traced
 
 log = logging.getLogger("autoshard")
@@ -232,7 +233,7 @@ class BoundPlan:
         paths = self.traced.program.input_paths
         _, numbers = owned_leaves(self, argument, "place")
         leaves, treedef = jax.tree.flatten(tree)
-        arrays = [i for i, leaf in enumerate(leaves) if not is_static(leaf)]
+        arrays = [i for i, leaf in enumerate(leaves) if not self.traced.call.is_static(leaf)]
         if len(arrays) != len(numbers):
             shown = [paths[i] for i in numbers[:4]]
             raise PathError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from autoshard.compiler.bound_plan import BoundPlan, argument_of
 from autoshard.errors import ArgumentError
-from autoshard.tracing.signature import is_static
+from autoshard.tracing.signature import Call
 
 
 def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:
@@ -37,17 +39,34 @@ def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:
 
     def arrays(*init_args: Any) -> list[Any]:
         leaves, treedef = jax.tree.flatten(init_fn(*init_args))
-        statics = {i: leaf for i, leaf in enumerate(leaves) if is_static(leaf)}
+        statics = {i: leaf for i, leaf in enumerate(leaves) if plan.traced.call.is_static(leaf)}
         structures.append(_Structure(treedef, statics))
         return [leaf for i, leaf in enumerate(leaves) if i not in statics]
 
     # Traced twice: the shapes say which arguments they are, and these have the shardings.
-    with jax.sharding.use_abstract_mesh(plan.mesh.auto.abstract_mesh):
-        shapes = jax.eval_shape(arrays, *args)
+    mesh, shapes = _abstractly(arrays, args, plan.mesh.for_tracing)
     numbers = _matching(plan, structures[-1].filled(shapes))
     shardings = [plan.built.in_shardings[i] for i in numbers]
-    values = jax.jit(arrays, out_shardings=shardings)(*args)
+    explicit = bool(mesh.explicit_axes)  # it says shardings itself, which jax knows under them only
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else nullcontext():
+        values = jax.jit(arrays, out_shardings=shardings)(*args)
     return structures[-1].filled(values)
+
+
+def _abstractly(
+    fn: Callable[..., Any], args: Sequence[Any], meshes: Sequence[Mesh]
+) -> tuple[Mesh, Any]:
+    """The first mesh under which a function can be traced, and what it returns there.
+
+    Raises:
+        Exception: What jax says under the last, where it is none.
+    """
+    *others, last = meshes
+    for mesh in others:
+        with suppress(Exception), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return mesh, jax.eval_shape(fn, *args)
+    with jax.sharding.use_abstract_mesh(last.abstract_mesh):
+        return last, jax.eval_shape(fn, *args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +102,14 @@ def _matching(plan: BoundPlan, returned: Any) -> list[int]:
     if one is not None:
         return one
     numbers: list[int] = []
+    call = plan.traced.call
     for i, part in enumerate(returned if isinstance(returned, tuple | list) else (returned,)):
         of_part = _argument_like(plan, part, taken)
         if of_part is None:
             where = f"at position {i} " if isinstance(returned, tuple | list) else ""
             raise ArgumentError(
                 f"init: what init_fn returns {where}has the structure and shapes of no argument of "
-                f"the plan {list(dict.fromkeys(plan.traced.call.owners))}: {_summary(part)}. "
+                f"the plan {list(dict.fromkeys(call.owners))}: {_summary(call, part)}. "
                 f"Return an argument as the plan takes it, or a tuple of several."
             )
         numbers += of_part
@@ -99,12 +119,12 @@ def _matching(plan: BoundPlan, returned: Any) -> list[int]:
 def _argument_like(plan: BoundPlan, tree: Any, taken: set[int | str]) -> list[int] | None:
     """Leaf numbers of the first argument that is like a tree and not taken yet; it is then."""
     call = plan.traced.call
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_static(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not call.is_static(leaf)]
     for owner in dict.fromkeys(call.owners):
         numbers = [i for i, leaf_owner in enumerate(call.owners) if leaf_owner == owner]
         if owner in taken or not _same_arrays([call.avals[i] for i in numbers], leaves):
             continue
-        if _paths(tree) == _paths(argument_of(plan, owner, call.avals)):
+        if _paths(call, tree) == _paths(call, argument_of(plan, owner, call.avals)):
             taken.add(owner)
             return numbers
     return None
@@ -118,18 +138,18 @@ def _same_arrays(avals: Sequence[Any], leaves: Sequence[Any]) -> bool:
     return all(aval.shape == leaf.shape and aval.dtype == leaf.dtype for aval, leaf in pairs)
 
 
-def _paths(tree: Any) -> list[str]:
+def _paths(call: Call, tree: Any) -> list[str]:
     """Paths of the arrays. Structures themselves are not compared: the functions in that of an
     optax optimizer are other objects each time.
     """
     paths = []
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if not is_static(leaf):
+        if not call.is_static(leaf):
             paths.append(jax.tree_util.keystr(path))
     return paths
 
 
-def _summary(tree: Any) -> str:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_static(leaf)]
+def _summary(call: Call, tree: Any) -> str:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not call.is_static(leaf)]
     shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:3])
     return f"{len(leaves)} arrays ({shown}{', ...' if len(leaves) > 3 else ''})"

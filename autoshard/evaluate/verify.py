@@ -228,9 +228,12 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> ReferenceFuncti
 
     A function that names several devices itself (a nested jit with shardings, a shard_map) cannot
     run on one; then it is the function as it stands, with replicated arguments. The user's
-    constraints, and prints and callbacks that return nothing, are left out.
+    constraints, and prints and callbacks that return nothing, are left out. One that is written for
+    Explicit axes runs under them as it is written: what is searched was rewritten.
     """
     run = jax.jit(as_function(as_reference(traced.original), traced.program.name))
+    if traced.own_mesh is not None:
+        return _on_explicit_axes(run, traced, mesh)
     count = len(inputs.call.avals)
     alone: tuple[Sharding, ...] = (SingleDeviceSharding(mesh.own_device),) * count
     try:
@@ -242,6 +245,15 @@ def unsharded(traced: Traced, inputs: Inputs, mesh: MeshInfo) -> ReferenceFuncti
             run, (NamedSharding(mesh.auto, PartitionSpec()),) * count, "replicated function"
         )
     return ReferenceFunction(run, alone, "unsharded function")
+
+
+def _on_explicit_axes(run: Callable[..., Any], traced: Traced, mesh: MeshInfo) -> ReferenceFunction:
+    """The function under its own Explicit axes, with arguments as it was traced for."""
+    if len(mesh.processes) > 1:
+        run = jax.jit(run, out_shardings=NamedSharding(mesh.user, PartitionSpec()))
+    specs = [aval.sharding.spec for aval in traced.original.in_avals]
+    shardings = tuple(NamedSharding(mesh.user, spec) for spec in specs)
+    return ReferenceFunction(run, shardings, "function under its own Explicit axes")
 
 
 def reference_of(

@@ -33,6 +33,11 @@ def new_var(aval: Any) -> Var:
     return core.Var(aval)
 
 
+def new_literal(value: Any, aval: Any) -> Any:
+    """A literal operand of an abstract value."""
+    return core.Literal(value, aval)
+
+
 def open_jaxpr(jaxpr: Any) -> Any:
     """The plain jaxpr of a closed or plain one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
@@ -117,6 +122,11 @@ def one_device_only(eqn: JaxprEqn) -> bool:
         ordered_effects.contains(e) and not shardable_ordered_effects.contains(e)
         for e in eqn.effects
     )
+
+
+def is_jitted(fn: object) -> bool:
+    """True for what `jax.jit` returns."""
+    return hasattr(fn, "_jit_info")
 
 
 def jit_options(fn: object) -> dict[str, Any]:

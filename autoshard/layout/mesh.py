@@ -41,6 +41,11 @@ class MeshInfo:
         return tuple(str(name) for name, kind in types if kind == AxisType.Explicit)
 
     @property
+    def for_tracing(self) -> tuple[Mesh, ...]:
+        """The meshes under which a function may be written to run, the likelier first."""
+        return (self.auto, self.user) if self.explicit_axes else (self.auto,)
+
+    @property
     def axis_types(self) -> tuple[str, ...]:
         """`auto` or `explicit`, by axis."""
         return tuple("explicit" if name in self.explicit_axes else "auto" for name in self.axes)

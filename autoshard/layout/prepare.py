@@ -27,9 +27,10 @@ from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import logical_axis_names, specs_from_names
 from autoshard.tracing.functionalize import FunctionalizedStep, functionalize
+from autoshard.tracing.jit_options import CallOptions, options_for
 from autoshard.tracing.primitives import KERNELS
 from autoshard.tracing.program import Eqn, Program
-from autoshard.tracing.signature import Call, CallOptions, flatten_call, options_for
+from autoshard.tracing.signature import Call, flatten_call
 from autoshard.tracing.source_lines import source_line
 from autoshard.tracing.trace import Traced, effects_of, trace
 
@@ -132,7 +133,7 @@ def make_request(
     kwargs = dict(example_kwargs or {})
     info = resolve_mesh(mesh)
     options = jit.normalised(fn)
-    fn = functionalize(fn, example_args, kwargs, info.auto)
+    fn = functionalize(fn, example_args, kwargs, info.for_tracing)
     call = flatten_call(fn, tuple(example_args), kwargs, options)
     return Request(fn, options, info, carry, pins, own_constraints), call
 
@@ -141,7 +142,13 @@ def prepare(request: Request, call: Call) -> Prepared:
     """Traces a request and finds its axis classes, logical axes, groups and pins."""
     mesh = request.mesh
     keep_user_constraints = request.user_constraints == "pin"
-    traced = trace(request.fn, call, mesh.auto, keep_user_constraints=keep_user_constraints)
+    traced = trace(
+        request.fn,
+        call,
+        mesh.auto,
+        own_mesh=mesh.user if mesh.explicit_axes else None,
+        keep_user_constraints=keep_user_constraints,
+    )
     program = traced.program
     carry = _carry_of(request, traced)
 
@@ -156,7 +163,7 @@ def prepare(request: Request, call: Call) -> Prepared:
     problem = _pinned(request, call, program, carry).over(problem)
 
     notes = (
-        *_notes_on_request(request, program, carry),
+        *_notes_on_request(request, traced, carry),
         *_notes_on_program(program),
         *finder.notes,
         *_notes_on_kernels(classes),
@@ -190,9 +197,10 @@ def _pinned(request: Request, call: Call, program: Program, carry: CarryPairs) -
     return resolve_pins(_pin_map(pins, program.input_paths), program, mesh_axes, carry)
 
 
-def _notes_on_request(request: Request, program: Program, carry: CarryPairs) -> list[str]:
+def _notes_on_request(request: Request, traced: Traced, carry: CarryPairs) -> list[str]:
     """What was decided without being asked for."""
     notes = []
+    program = traced.program
     if request.carry is None and carry:
         arguments = dict.fromkeys(program.input_paths[leaf].split("/")[0] for leaf, _ in carry)
         notes.append(
@@ -204,6 +212,12 @@ def _notes_on_request(request: Request, program: Program, carry: CarryPairs) -> 
         notes.append(
             f"mesh axes {', '.join(explicit_axes)} are Explicit; the search worked on their Auto "
             f"version"
+        )
+    if traced.own_mesh is not None:
+        kept = "kept" if request.user_constraints == "pin" else "left out"
+        notes.append(
+            f"{program.name} is written for Explicit axes: it was traced under them, and the "
+            f"shardings that it states (out_sharding=, reshard) are {kept} as constraints"
         )
     return notes
 

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.errors import ArgumentError
+from autoshard.jax_internals import explicit_axes, jaxprs
 
 
 class FunctionalizedStep:
@@ -68,7 +69,7 @@ class FunctionalizedStep:
 
 
 def functionalize(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], meshes: Sequence[Mesh]
 ) -> Callable[..., Any]:
     """`fn` itself, or a `FunctionalizedStep` if it changes Flax NNX modules in place.
 
@@ -76,7 +77,7 @@ def functionalize(
         fn: The step.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        mesh: The mesh with Auto axes, under which it is traced.
+        meshes: Under which it may be traced: the first that it can be counts.
 
     Raises:
         ArgumentError: If it adds variables to a module or takes some away, so that the next call
@@ -85,28 +86,36 @@ def functionalize(
     modules = [i for i, arg in enumerate(args) if _is_module(arg)]
     if not modules or isinstance(fn, FunctionalizedStep):
         return fn
-    watch = _Watch(fn, modules)
-    try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            _call_abstractly(watch.call, args, kwargs)
-    except ArgumentError:
-        raise
-    except Exception:  # what cannot be traced is reported by `trace`, which comes next
+    for mesh in meshes:
+        watch = _Watch(fn, modules)
+        try:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                _call_abstractly(watch.call, args, kwargs, mesh)
+        except ArgumentError:
+            raise
+        except Exception:  # what cannot be traced is reported by `trace`, which comes next
+            continue
+        if watch.changed:
+            return FunctionalizedStep(fn, tuple(watch.changed), watch.returns_tuple)
         return fn
-    if not watch.changed:
-        return fn
-    return FunctionalizedStep(fn, tuple(watch.changed), watch.returns_tuple)
+    return fn
 
 
 def _call_abstractly(
-    fn: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> None:
-    """Calls `fn(args, kwargs)` with tracers in the place of arrays; other leaves stay."""
+    """Calls `fn(args, kwargs)` with tracers of this mesh in the place of arrays; other leaves
+    stay.
+    """
     leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
-    arrays = {}
-    for i, leaf in enumerate(leaves):
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            arrays[i] = leaf
+    numbers = [
+        i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    ]
+    originals = [leaves[i] for i in numbers]
+    avals = list(map(jaxprs.abstractify, originals))
+    if mesh.explicit_axes:
+        avals = explicit_axes.avals_on(mesh, originals, avals)
+    arrays = dict(zip(numbers, avals, strict=True))
 
     def call(traced: Mapping[int, Any]) -> None:
         own_leaves = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]

@@ -1,5 +1,5 @@
 """What a function is called with: leaves, leaf paths, statics and donation, flattened exactly as
-`jax.jit` would.
+the function's own `jit` would.
 
 The rest of autoshard sees a function of flat array leaves. Everything that is not an array for jax
 -- arguments named in `static_argnums`/`static_argnames`, and leaves such as an activation function
@@ -15,19 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from autoshard.errors import ArgumentError, SignatureError
 from autoshard.jax_internals import jaxprs
+from autoshard.tracing.jit_options import CallOptions, from_start, parameters_of
 
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """The `jit` arguments of a function: each argument by position where the signature tells it."""
-
-    static_argnums: frozenset[int]
-    static_argnames: frozenset[str]
-    donate_argnums: frozenset[int]
-    donate_argnames: frozenset[str]
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+"""What is an array for `equinox.is_array`; and what stands for one in example arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +40,7 @@ class Call:
         paths: Leaf path of each array leaf, unique, starting with the parameter's name.
         owners: Argument of each leaf: its position, or its name for keyword arguments.
         donated: Whether each leaf is donated.
+        arrays_only: True where Python numbers are static, of the arguments and of the result.
     """
 
     leaves: tuple[Any, ...]
@@ -56,6 +52,11 @@ class Call:
     paths: tuple[str, ...]
     owners: tuple[int | str, ...]
     donated: tuple[bool, ...]
+    arrays_only: bool = False
+
+    def is_static(self, leaf: object) -> bool:
+        """True for a leaf, of an argument or of the result, that is passed through as it is."""
+        return is_static(leaf, self.arrays_only)
 
     def same_as(self, other: Call) -> bool:
         """True if the other call has the same structure, statics, shapes, dtypes and weak types."""
@@ -87,121 +88,33 @@ class Call:
         return tuple(args), kwargs
 
 
-def _equal(a: object, b: object) -> bool:
+def _equal(ours: Sequence[tuple[Any, Any]], theirs: Sequence[tuple[Any, Any]]) -> bool:
+    """True if two calls have the same statics at the same places."""
+    if len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(here == there and _equal_statics(a, b) for (here, a), (there, b) in pairs)
+
+
+def _equal_statics(a: object, b: object) -> bool:
+    if a is b:
+        return True
     try:
-        return bool(a == b)
+        return type(a) is type(b) and bool(a == b)  # 1 == True, and they are traced otherwise
     # statics may define an == that raises (arrays inside); identity is then the only safe answer
     except Exception:
-        return a is b
+        return False
 
 
-def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of `fn`, empty where it has no readable signature."""
-    try:
-        return list(inspect.signature(fn).parameters.values())
-    except (ValueError, TypeError):
-        return []
+def is_static(leaf: object, arrays_only: bool = False) -> bool:
+    """True for a leaf that is no array for jax.
 
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int | str) else tuple(value)
-
-
-def _from_start(positions: Iterable[int], count: int) -> set[int]:
-    """Positions among so many, those counted from the end (negative) counted from the start."""
-    return {position % count if position < 0 else position for position in positions}
-
-
-def options_for(
-    fn: Callable[..., Any],
-    *,
-    static_argnums: int | Iterable[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Iterable[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None,
-) -> CallOptions:
-    """Normalises the jit arguments: names and positions imply each other where the signature tells.
-
-    As in `jax.jit`. A function that is jitted already brings its own where none are passed here.
-
-    Raises:
-        ArgumentError: If the function has no such argument.
+    Args:
+        leaf: The leaf.
+        arrays_only: True where Python numbers are none either (`CallOptions.arrays_only`).
     """
-    own = jaxprs.jit_options(fn)
-    # Both or none: a position that is passed must not be joined with a name of its own.
-    if static_argnums is None and static_argnames is None:
-        static_argnums, static_argnames = own.get("static_argnums"), own.get("static_argnames")
-    if donate_argnums is None and donate_argnames is None:
-        donate_argnums, donate_argnames = own.get("donate_argnums"), own.get("donate_argnames")
-    parameters = _Parameters(fn)
-    static = parameters.resolve("static", _as_tuple(static_argnums), _as_tuple(static_argnames))
-    donate = parameters.resolve("donate", _as_tuple(donate_argnums), _as_tuple(donate_argnames))
-    return CallOptions(*static, *donate)
-
-
-class _Parameters:
-    """The parameters of a function, as far as its signature tells them."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._function_name = getattr(fn, "__name__", str(fn))
-        self._parameters = parameters_of(fn)
-        self._positional = [
-            p.name
-            for p in self._parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self._by_name = {
-            p.name for p in self._parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        }
-
-    def _has(self, kind: Any) -> bool:
-        return any(parameter.kind is kind for parameter in self._parameters)
-
-    def resolve(
-        self, what: str, numbers: Iterable[int], names: Iterable[str]
-    ) -> tuple[frozenset[int], frozenset[str]]:
-        """Arguments by position and by name; each in both ways where it can be passed in both.
-
-        Args:
-            what: `static` or `donate`.
-            numbers: Positions, negative ones from the end.
-            names: Names.
-        """
-        if not self._parameters:  # a builtin without a signature: nothing implies anything
-            return frozenset(numbers), frozenset(names)
-        self._check(what, numbers, names)
-        count = len(self._positional)
-        positions = _from_start(numbers, count)
-        names = set(names)
-        for position in positions:
-            if position < count and self._positional[position] in self._by_name:
-                names.add(self._positional[position])
-        positions |= {self._positional.index(name) for name in names if name in self._positional}
-        return frozenset(positions), frozenset(names)
-
-    def _check(self, what: str, numbers: Iterable[int], names: Iterable[str]) -> None:
-        """Raises unless there are such parameters."""
-        unknown = sorted(set(names) - self._by_name)
-        if unknown and not self._has(inspect.Parameter.VAR_KEYWORD):
-            raise ArgumentError(
-                f"{what}_argnames names {unknown}, but {self._function_name} takes "
-                f"{sorted(self._by_name)}."
-            )
-        if self._has(inspect.Parameter.VAR_POSITIONAL):
-            return
-        count = len(self._positional)
-        for number in set(numbers):
-            if not -count <= number < count:
-                raise ArgumentError(
-                    f"{what}_argnums has {number}, but {self._function_name} has {count} "
-                    f"positional parameters {self._positional}."
-                )
-
-
-def is_static(leaf: object) -> bool:
-    """True for a leaf that is no array for jax."""
+    if arrays_only and not isinstance(leaf, _ARRAYS):
+        return True
     try:
         jaxprs.abstractify(leaf)
     except TypeError:
@@ -209,10 +122,10 @@ def is_static(leaf: object) -> bool:
     return False
 
 
-def _is_static_checked(leaf: object, where: str) -> bool:
+def _is_static_checked(leaf: object, where: str, arrays_only: bool) -> bool:
     """`is_static`, which refuses leaves that stand for arrays but cannot be passed to a program."""
     try:
-        static = is_static(leaf)
+        static = is_static(leaf, arrays_only)
     except ValueError as error:  # masked arrays; jax.jit raises the same
         raise ArgumentError(f"{where}: {error}") from None
     if jaxprs.is_ref(leaf):
@@ -272,13 +185,13 @@ def flatten_call(
         SignatureError: If the arguments do not bind to the signature of `fn`.
     """
     _check_binds(fn, args, kwargs)
-    static_positions = _from_start(options.static_argnums, len(args))
+    static_positions = from_start(options.static_argnums, len(args))
     dynamic_positions = [i for i in range(len(args)) if i not in static_positions]
     dynamic = tuple(args[i] for i in dynamic_positions)
     keywords = {name: kwargs[name] for name in kwargs if name not in options.static_argnames}
     with_paths, treedef = jax.tree_util.tree_flatten_with_path((dynamic, keywords))
 
-    arrays = _ArrayLeaves(_names(fn, len(args)))
+    arrays = _ArrayLeaves(_names(fn, len(args)), options.arrays_only)
     for number, (path, leaf) in enumerate(with_paths):
         # path[0] chooses between `dynamic` and `keywords`, path[1] the argument
         owner: int | str = dynamic_positions[path[1].idx] if path[0].idx == 0 else path[1].key
@@ -294,6 +207,7 @@ def flatten_call(
         paths=leaf_paths(arrays.named_paths),
         owners=tuple(arrays.owners),
         donated=tuple(owner in donated for owner in arrays.owners),
+        arrays_only=options.arrays_only,
     )
 
 
@@ -321,13 +235,14 @@ class _ArrayLeaves:
         static: The leaves that are no arrays, by number among all leaves.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], arrays_only: bool) -> None:
         """Starts with no leaf.
 
         Args:
             names: Names of the positional arguments.
+            arrays_only: True where Python numbers are static.
         """
-        self._names = names
+        self._names, self._arrays_only = names, arrays_only
         self.leaves: list[Any] = []
         self.positions: list[int] = []
         self.owners: list[int | str] = []
@@ -337,7 +252,8 @@ class _ArrayLeaves:
     def add(self, number: int, owner: int | str, path: tuple[Any, ...], leaf: Any) -> None:
         """Adds a leaf of an argument; `path` is its path in that argument."""
         name = self._names[owner] if isinstance(owner, int) else owner
-        if _is_static_checked(leaf, f"{name}{jax.tree_util.keystr(path)}"):
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        if _is_static_checked(leaf, where, self._arrays_only):
             self.static.append((number, leaf))
             return
         self.leaves.append(leaf)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from autoshard.errors import TraceError
-from autoshard.jax_internals import jaxprs
+from autoshard.jax_internals import explicit_axes, jaxprs
+from autoshard.jax_internals.jaxprs import source_of
 from autoshard.tracing.build_program import build_program
 from autoshard.tracing.distinct import distinct_copy
 from autoshard.tracing.primitives import HOST_EFFECTS
 from autoshard.tracing.program import Eqn, Program
-from autoshard.tracing.signature import Call, is_static, leaf_paths
+from autoshard.tracing.signature import Call, leaf_paths
 from autoshard.tracing.source_lines import source_line
 
 
@@ -32,6 +34,8 @@ class Traced:
         program: What the other folders see.
         original: The closed jaxpr as jax traced it, for verification: nothing of ours has touched
             it.
+        own_mesh: The mesh with Explicit axes under which it was traced, where it is written for
+            them; None for a function that was traced for Auto axes.
         out_tree: Structure of the outputs.
         static_outputs: Output leaves that are no arrays, by leaf number.
         num_outputs: Number of output leaves, those included.
@@ -40,6 +44,7 @@ class Traced:
     call: Call
     program: Program
     original: Any
+    own_mesh: Mesh | None
     out_tree: Any
     static_outputs: tuple[tuple[int, Any], ...]
     num_outputs: int
@@ -57,26 +62,31 @@ class Traced:
 def trace(
     fn: Callable[..., Any],
     call: Call,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
     *,
+    own_mesh: Mesh | None = None,
     keep_user_constraints: bool = True,
 ) -> Traced:
     """Traces `fn` for the shapes of `call`.
+
+    A function that is written for Explicit axes is traced under them and rewritten for Auto axes:
+    the shardings that it states become constraints.
 
     Args:
         fn: The function.
         call: What it is called with.
         mesh: With Auto axes; it is traced under it, so that bare PartitionSpecs in `fn` work.
+        own_mesh: The same mesh with its Explicit axes, where it has some.
         keep_user_constraints: False to leave out the sharding constraints in `fn`.
 
     Raises:
-        TraceError: If jax cannot trace it; the message is jax's own, which plain `jax.jit(fn)`
-            raises as well. Or if it does what cannot be sharded: it captures a mutable array, or
-            has ordered effects.
+        TraceError: If jax cannot trace it; the message has jax's own, and whether plain
+            `jax.jit(fn)` fails as well. Or if it does what cannot be sharded: it captures a mutable
+            array, has ordered effects, or states what only Explicit axes can mean.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     flat_fn = _FlatFunction(fn, call)
-    closed = _as_jax_traces(flat_fn, name, call, mesh)
+    original, closed = _traced_for(flat_fn, name, call, mesh, own_mesh)
     if any(jaxprs.is_ref(const) for const in jaxprs.consts_of(closed)):
         raise TraceError(
             f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: "
@@ -93,7 +103,8 @@ def trace(
     return Traced(
         call=call,
         program=program,
-        original=closed,
+        original=original,
+        own_mesh=None if original is closed else own_mesh,
         out_tree=flat_fn.out_tree,
         static_outputs=tuple(flat_fn.static_outputs),
         num_outputs=flat_fn.out_tree.num_leaves,
@@ -117,12 +128,13 @@ class _FlatFunction:
 
     def flat(self, *leaves: Any) -> list[Any]:
         """The array leaves of the result of a call with these."""
+        self.out_paths, self.static_outputs = [], []  # it may have been called before, and failed
         args, kwargs = self._call.rebuild(leaves)
         result = self._fn(*args, **kwargs)
         with_paths, self.out_tree = jax.tree_util.tree_flatten_with_path(result)
         arrays = []
         for number, (path, leaf) in enumerate(with_paths):
-            if is_static(leaf):
+            if self._call.is_static(leaf):
                 self.static_outputs.append((number, leaf))
             else:
                 arrays.append(leaf)
@@ -130,21 +142,72 @@ class _FlatFunction:
         return arrays
 
 
-def _as_jax_traces(
-    flat_fn: _FlatFunction, name: str, call: Call, mesh: jax.sharding.Mesh | None
-) -> Any:
-    """The closed jaxpr of a function, traced under a mesh."""
+def _as_jax_traces(flat_fn: _FlatFunction, avals: Sequence[Any], mesh: Mesh | None) -> Any:
+    """The closed jaxpr of a function, traced under a mesh.
+
+    Raises:
+        Exception: Whatever jax or the function raises.
+    """
     scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if mesh is not None:
         scope = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    with scope:
+        return jax.make_jaxpr(flat_fn.flat)(*avals)
+
+
+def _traced_for(
+    flat_fn: _FlatFunction, name: str, call: Call, mesh: Mesh | None, own_mesh: Mesh | None
+) -> tuple[Any, Any]:
+    """The closed jaxpr as jax traces it, and for Auto axes: the same, unless the function is
+    written for Explicit axes.
+
+    A function that says nothing of shardings is often refused under Explicit axes (a gather, a
+    reshape), so Auto axes come first.
+    """
     try:
-        with scope:
-            return jax.make_jaxpr(flat_fn.flat)(*call.avals)
+        closed = _as_jax_traces(flat_fn, call.avals, mesh)
+    except Exception as error:
+        failure = error
+    else:
+        return closed, closed
+    if own_mesh is None:
+        raise TraceError(_why_not_traced(flat_fn, name, call, failure)) from failure
+
+    assert mesh is not None
+    avals = explicit_axes.avals_on(own_mesh, call.leaves, call.avals)
+    try:
+        closed = _as_jax_traces(flat_fn, avals, own_mesh)
+        return closed, explicit_axes.for_auto_axes(closed, mesh)
+    except explicit_axes.UnplannableEqnError as error:
+        name_of_eqn, line = error.eqn.primitive.name, ":".join(map(str, source_of(error.eqn)))
+        raise TraceError(
+            f"{name} is written for Explicit axes, and {name_of_eqn} ({line}) states {error.why}, "
+            f"which has no like for Auto axes, on which layouts are searched. Put what needs it "
+            f"into a jax.shard_map, or leave the parameter out there."
+        ) from error
     except Exception as error:
         raise TraceError(
-            f"{name} cannot be traced by jax with these arguments (autoshard changes nothing here: "
-            f"jax.jit({name}) fails as well): {type(error).__name__}: {str(error).strip()}"
+            f"{name} cannot be traced by jax with these arguments, neither under the Explicit axes "
+            f"of the mesh ({_one(error)}) nor under Auto axes ({_one(failure)})."
         ) from error
+
+
+def _one(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"
+
+
+def _why_not_traced(flat_fn: _FlatFunction, name: str, call: Call, error: Exception) -> str:
+    """What jax says, and whether it says so without autoshard as well, which is tried."""
+    try:
+        jax.jit(flat_fn.flat).trace(*call.avals)
+    except Exception:
+        alone = f"jax.jit({name}) fails as well, which was tried"
+    else:
+        alone = (
+            f"jax.jit({name}) traces it here, so that it is the mesh: pass the mesh that it is "
+            f"written for, with its axis types"
+        )
+    return f"{name} cannot be traced by jax with these arguments ({alone}): {_one(error)}"
 
 
 def effects_of(program: Program) -> tuple[Eqn, ...]:

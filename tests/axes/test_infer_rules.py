@@ -20,8 +20,9 @@ from autoshard.axes import infer_rules
 from autoshard.axes.axis_classes import axis_classes
 from autoshard.axes.infer_rules import RuleFinder
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule
+from autoshard.tracing.jit_options import options_for
 from autoshard.tracing.program import Program
-from autoshard.tracing.signature import flatten_call, options_for
+from autoshard.tracing.signature import flatten_call
 from autoshard.tracing.trace import trace
 
 PASS, REDUCED, PERMUTED, WHOLE = (

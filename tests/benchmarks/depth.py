@@ -35,7 +35,8 @@ from autoshard.layout.problem import Problem
 from autoshard.search.proposer import propose
 from autoshard.search.space import make_space
 from autoshard.tracing.carry import matching_state
-from autoshard.tracing.signature import flatten_call, options_for
+from autoshard.tracing.jit_options import options_for
+from autoshard.tracing.signature import flatten_call
 from autoshard.tracing.trace import trace
 from tests.benchmarks.llama import Sizes, train_step
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import ArgumentError, SignatureError
-from autoshard.tracing.signature import Call, leaf_paths, options_for
+from autoshard.tracing.jit_options import options_for
+from autoshard.tracing.signature import Call, leaf_paths
 from tests.stages import array, call_of
 
 X = np.ones((4, 2), np.float32)
