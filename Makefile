@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-targets check suite package bench bench-accuracy fmt clean
+.PHONY: help install demo test test-all test-targets canary check suite package bench bench-accuracy fmt clean
 
 help:
-	@echo "make demo | test | test-all | test-targets | check | suite | package | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
+	@echo "make demo | test | test-all | test-targets | canary | check | suite | package | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: autoshard needs 3.11 or newer; set PYTHON=...")'
@@ -48,6 +48,16 @@ test-targets:
 	.venv-targets/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu,gpu]'
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets --dist loadfile -n $(WORKERS) tests/targets $(ARGS)
 
+# The main job on the newest jax that the registry has for this interpreter, in an environment of its own, with nothing
+# pinned: what breaks here will break for users next. CANARY_JAX=jax==0.11.2 tries another release.
+CANARY_JAX ?= jax
+canary:
+	$(PYTHON) -m venv --clear .venv-canary
+	.venv-canary/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(CANARY_JAX)' optax pytest hypothesis --editable .
+	.venv-canary/bin/python -c 'import jax; print("canary: jax", jax.__version__)'
+	.venv-canary/bin/python examples/transformer.py
+	.venv-canary/bin/python -m pytest -q -p no:cacheprovider tests/tracing/test_needed_names.py tests/tracing/test_trace.py tests/layout tests/shardy $(ARGS)
+
 # Builds the wheel and the source distribution, installs each elsewhere, and runs the README's example from it.
 package: $(STAMP)
 	$(BIN)/python -m tests.package
@@ -64,4 +74,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-next .venv-targets build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-targets .venv-canary build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
