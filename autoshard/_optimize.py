@@ -50,7 +50,7 @@ def optimize(  # noqa: PLR0913
     hardware: Hardware | str | None = None,
     effort: Effort | None = None,
     compiler_options: CompilerOptions | None = None,
-    isolate: bool = False,
+    isolate: bool = True,
     compile_timeout_s: float = 600.0,
     compile_memory_bytes: int | str | None = None,
     cache_dir: str | Path | None = "auto",
@@ -99,8 +99,10 @@ def optimize(  # noqa: PLR0913
             or a GPU host.
         effort: How many candidates are compiled and measured.
         compiler_options: Passed to XLA as they are.
-        isolate: Compile each candidate in a process of its own first: one whose compilation aborts,
-            hangs or runs out of memory is rejected with its reason and the search goes on.
+        isolate: Compile each candidate in another process first: one whose compilation aborts,
+            hangs or runs out of memory is rejected with its reason and the search goes on. That
+            process takes no accelerator; it stays for the next search, and ends with this process
+            or after ten minutes without work. With False everything compiles here.
         compile_timeout_s: With `isolate`, a compilation that takes longer has failed.
         compile_memory_bytes: With `isolate`, what the compiler's process may allocate, an int or
             text such as `"16GiB"`.

@@ -70,7 +70,7 @@ class CompilerSettings:
     """How candidates are compiled; see the arguments of `optimize`."""
 
     options: CompilerOptions | None = None
-    isolate: bool = False
+    isolate: bool = True
     timeout_s: float = 600.0
     memory: int | str | None = None
     cache_dir: str | Path | None = "auto"
@@ -210,7 +210,7 @@ def opened(query: Query) -> Iterator[Session]:
                 mesh, timeout_s=timeout_s, memory_bytes=memory_bytes, cache=compiler.cache()
             )
             compilers = stack.enter_context(pool)
-        elif compiler.isolate:
+        elif compiler.isolate and (query.effort.compiled or query.effort.partitioned):
             isolated = Isolation(mesh, timeout_s=timeout_s, memory_bytes=memory_bytes)
             isolation = stack.enter_context(isolated)
         yield Session(
@@ -264,7 +264,7 @@ def prepare_search(session: Session) -> PreparedSearch:
     inputs = inputs_for(session.call, prepared.traced.program)
     options = session.query.compiler.options
     if session.group is None:
-        runner = DeviceRunner(prepared, inputs, options)
+        runner = DeviceRunner(prepared, inputs, options, isolation=session.isolation)
     else:
         session.group.check_same(identity_of(prepared, identity))
         if session.follows:

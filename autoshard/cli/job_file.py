@@ -209,7 +209,6 @@ def arguments_of(job: Job) -> dict[str, Any]:
         "samples_per_step": job.samples_per_step,
     }
     arguments |= {name: value for name, value in chosen.items() if value is not None}
-    arguments.setdefault("isolate", True)
     if "mesh" not in arguments:
         raise ArgumentError(
             "no mesh: pass --mesh, such as --mesh data=4,model=2, or let the factory give one."

@@ -7,18 +7,15 @@ Explicit arrays.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from autoshard.compiler.captured_stderr import captured_stderr
 from autoshard.compiler.hlo_collectives import read_collectives, read_full_remat_warnings
 from autoshard.compiler.hlo_cycles import read_cycles
 from autoshard.devices.platforms import facts_of
@@ -234,29 +231,3 @@ def evidence_of(
         time_s=0.0 if time_of is None else time_of(reading.ops),
         compile_s=figures.compile_s,
     )
-
-
-@contextlib.contextmanager
-def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Captures file descriptor 2, the only place that XLA's C++ warnings go to.
-
-    Yields:
-        What gives the text that was written, once the capture has ended.
-    """
-    sys.stderr.flush()  # what Python wrote before is not part of it
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        text = ""
-
-        def read() -> str:
-            return text
-
-        try:
-            yield read
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
-            file.seek(0)  # the position moved with what C++ wrote
-            text = file.read().decode(errors="replace")

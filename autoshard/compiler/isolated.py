@@ -3,7 +3,10 @@
 Forking a process that has used jax hangs, so the worker is a fresh interpreter. It is sent
 StableHLO bytecode and XLA's compile options, and answers with the program's text and memory
 figures, from which the evidence is read as for a program compiled here. Starting costs a second or
-two; one worker is kept warm, and replaced when it dies.
+two; one worker is kept warm, from one search to the next, and replaced when it dies.
+
+It takes no accelerator: for GPUs it compiles as for a target, by the description that the compiler
+gives of those of this process; for TPUs it partitions only, since a TPU belongs to one process.
 
 Not covered: programs that call back into Python (`InProcess` says so), and lowering, which is jax's
 own Python.
@@ -12,16 +15,10 @@ own Python.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,49 +27,24 @@ import msgspec
 
 from autoshard.compiler.compile import Built, CompilerOptions, Reading, evidence_of, read_program
 from autoshard.compiler.worker import Reply, Request
+from autoshard.compiler.worker_process import Failure, WorkerProcess, keep, take
 from autoshard.devices import topology
 from autoshard.devices.platforms import facts_of
+from autoshard.devices.target import Target
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
-from autoshard.processes.child import START_LIMIT_S, kill
 from autoshard.shardy.partition import Partitioned, PartitionFailure
 
 log = logging.getLogger("autoshard")
 
-COMMAND = (sys.executable, "-P", "-m", "autoshard.compiler.worker")
-
-END_LIMIT_S = 10.0
-"""How long a process that closed its end of the pipe may take to end: writing a core file, say.
-Chosen by hand; no test depends on it."""
-
-LAST_WORDS_CHARS = 300
-"""A reason is cut here: lines of compilers hold whole shapes. Chosen by hand; no test depends on
-it."""
+COMMAND = (sys.executable or "", "-P", "-m", "autoshard.compiler.worker")
 
 _MISSING_HERE = re.compile(r"\b(NOT_FOUND|UNIMPLEMENTED)\b")
 """Errors that may say only that a handler registered in this process (`jax.ffi`) does not exist in
 the worker."""
 
-_CAUSE = re.compile(r"Check failed|^F\d{4} |terminate called|what\(\):|Error: ")
-"""Lines that say why a process ended: glog's fatal ones, C++ exceptions, Python's last line."""
-
-_STACK_LINE = re.compile(r"^\s*(@\s+0x|\*\*\*)")
-
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The program does not compile; the candidate is to be rejected with this reason.
-
-    Attributes:
-        reason: In one line.
-        killed: The system killed the process, which may have been for another's memory.
-    """
-
-    reason: str
-    killed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +77,16 @@ class Isolation:
             command: The worker; WHERE, MEMORY_BYTES and FD are appended.
         """
         self.mesh, self.timeout_s = mesh, timeout_s
-        where = msgspec.json.encode(mesh.target).decode() if mesh.target else mesh.platform
+        where, self._settings = _surroundings(mesh)
         self._command = (*command, where, str(memory_bytes or 0))
-        self._worker: _Worker | None = None
-        self._ready = False
+        self._worker: WorkerProcess | None = None
         self._unavailable = ""
 
     def __enter__(self) -> Isolation:
         if jax.process_count() > 1:
             self._unavailable = "the mesh belongs to several processes"
+        elif getattr(sys, "frozen", False):  # its executable is the whole program, not Python
+            self._unavailable = "this program is frozen into one file"
         else:
             self._start()
         return self
@@ -124,7 +97,15 @@ class Isolation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stop()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            keep(worker)
+
+    def close(self) -> None:
+        """Ends the worker; nothing is kept for a next search."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
 
     def compile(
         self,
@@ -153,9 +134,14 @@ class Isolation:
 
     def read(self, request: executables.CompileRequest) -> Reading | Failure | InProcess:
         """What the compiled program says, or why there is none; tried once."""
-        worker = self._ready_worker(request.device_ids)
+        worker = self._ready_worker()
         if worker is None:
             return InProcess(self._unavailable)
+        if not set(request.device_ids) <= set(worker.device_ids or ()):
+            return InProcess(
+                f"a process of its own has devices {worker.device_ids}, not "
+                f"{list(request.device_ids)} ({self.mesh.platform})"
+            )
         reply = self._reply(worker, Request(compile=request))
         if isinstance(reply, Failure):
             return reply
@@ -171,7 +157,7 @@ class Isolation:
         request = Request(module=executables.module_bytes(lowered), mesh_axes=dict(self.mesh.axes))
 
         def ask() -> Reply | Failure | InProcess:
-            worker = self._ready_worker(())
+            worker = self._ready_worker()
             if worker is None:
                 return InProcess(self._unavailable)
             return self._reply(worker, request)
@@ -181,9 +167,14 @@ class Isolation:
             return reply
         return reply.partitioned or PartitionFailure(reply.error)
 
-    def _reply(self, worker: _Worker, request: Request) -> Reply | Failure:
+    def _reply(self, worker: WorkerProcess, request: Request) -> Reply | Failure:
         """The worker's answer; after a Failure another worker takes its place."""
-        reply = worker.exchange(msgspec.msgpack.encode(request), Reply, self.timeout_s)
+        message = msgspec.msgpack.encode(request)
+        reply = worker.exchange(message, Reply, self.timeout_s)
+        if isinstance(reply, Failure) and worker.retired:  # just before it was asked
+            next_worker = self._ready_worker()
+            if next_worker is not None:
+                reply = next_worker.exchange(message, Reply, self.timeout_s)
         if isinstance(reply, Failure):
             self._start()
         return reply
@@ -193,37 +184,23 @@ class Isolation:
         if self._worker is not None:
             self._worker.process.kill()
 
-    def _ready_worker(self, device_ids: Sequence[int]) -> _Worker | None:
-        """A worker with these devices; None where none can be had, which is not tried again."""
-        if self._worker is None and not self._unavailable:
-            self._start()
-        if self._ready and self._worker is not None and self._worker.process.poll() is not None:
-            self._start()  # it died while idle
-        if self._worker is not None and not self._ready:
-            self._unavailable = self._wait_until_ready(self._worker, device_ids)
-            self._ready = not self._unavailable
-        return self._worker if self._ready else None
-
-    def _wait_until_ready(self, worker: _Worker, device_ids: Sequence[int]) -> str:
-        """Why a worker that was started cannot compile for these devices; "" once it can."""
-        ids = worker.exchange(None, list[int], START_LIMIT_S)
-        if isinstance(ids, Failure):
-            return f"no process to compile in could be started ({ids.reason})"
-        if not set(device_ids) <= set(ids):
-            return f"a process of its own sees devices {ids}, not {list(device_ids)}"
-        return ""
+    def _ready_worker(self) -> WorkerProcess | None:
+        """A worker that takes requests; None where none can be had, which is not tried again."""
+        if self._unavailable:
+            return None
+        worker = self._worker
+        if worker is None or (worker.device_ids is not None and worker.process.poll() is not None):
+            self._start()  # it is the first, or the one before died while idle
+        if self._worker is not None:
+            self._unavailable = self._worker.wait_until_ready()
+        return None if self._unavailable else self._worker
 
     def _start(self) -> None:
-        self._stop()
+        self.close()
         try:
-            self._worker = _Worker(self._command, _environment(self.mesh))
+            self._worker = take(self._command, self._settings)
         except OSError as error:
             self._unavailable = f"no process to compile in could be started ({error})"
-
-    def _stop(self) -> None:
-        if self._worker is not None:
-            self._worker.end()
-        self._worker, self._ready = None, False
 
 
 def _once_more_if_killed(ask: Callable[[], _T]) -> _T:
@@ -239,136 +216,31 @@ def _once_more_if_killed(ask: Callable[[], _T]) -> _T:
     return answer
 
 
-class _Worker:
-    """A process, the pipe to it, and the file that its standard output and error go to."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._start = 0
-        self._connection, other = Pipe()
-        try:
-            # Closed here once the worker has it, or its end would not be seen as the pipe's.
-            with other:
-                self.process = subprocess.Popen(
-                    [*command, str(other.fileno())],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._stderr,
-                    stderr=self._stderr,
-                    pass_fds=[other.fileno()],
-                )
-        except OSError:
-            self._close()
-            raise
-
-    def end(self) -> None:
-        """Ends the process, whatever it is doing."""
-        kill(self.process)
-        self._close()
-
-    def _close(self) -> None:
-        self._connection.close()
-        self._stderr.close()
-
-    def exchange(self, message: bytes | None, expected: type[_T], timeout_s: float) -> _T | Failure:
-        """Sends a message, if any, and waits for one; after a Failure the worker is of no more
-        use.
-        """
-        self._start += len(self.written())
-        limit = _TimeLimit(self.process, timeout_s)
-        try:
-            limit.start()
-            if message is not None:
-                self._connection.send_bytes(message)
-            return msgspec.msgpack.decode(self._connection.recv_bytes(), type=expected)
-        except (EOFError, OSError):
-            if limit.expired:
-                return Failure(
-                    f"it took longer than {timeout_s:g} s; the compiler's process was ended"
-                )
-            reason = self._why_it_ended()
-            return Failure(reason, killed=self.process.returncode == -signal.SIGKILL)
-        except msgspec.DecodeError as error:
-            return Failure(f"the compiler's process sent what cannot be read ({error})")
-        except BaseException:
-            # Interrupted: an answer may still come, and be taken for that to the next request.
-            kill(self.process)
-            raise
-        finally:
-            limit.cancel()
-
-    def written(self) -> str:
-        """What the process wrote since the last message was sent."""
-        size = os.fstat(self._stderr.fileno()).st_size
-        # Not read(): the position of the file is the worker's too. Latin-1 reads any bytes, one
-        # character each, by which `_start` counts.
-        return os.pread(self._stderr.fileno(), size - self._start, self._start).decode("latin-1")
-
-    def _why_it_ended(self) -> str:
-        try:
-            code = self.process.wait(timeout=END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return "the compiler's process stopped answering"
-        words = last_words(self.written())
-        if code == -signal.SIGKILL:
-            return (
-                "the compiler's process was killed (SIGKILL), as the system does when memory runs "
-                "out"
-            )
-        if code < 0:
-            return f"the compiler aborted the process ({signal.Signals(-code).name}): {words}"
-        return f"the compiler ended the process (exit status {code}): {words}"
-
-
-class _TimeLimit:
-    """Kills a process after a while, which ends any waiting for it, to send or to receive."""
-
-    def __init__(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-        self.expired = False
-        self._process = process
-        self._timer = threading.Timer(timeout_s, self._expire)
-        # A Ctrl-C while it starts leaves it running: it must not keep this process.
-        self._timer.daemon = True
-
-    def start(self) -> None:
-        """Begins to count."""
-        self._timer.start()
-
-    def cancel(self) -> None:
-        """Lets the process live."""
-        self._timer.cancel()
-
-    def _expire(self) -> None:
-        self.expired = True
-        self._process.kill()
-
-
-def last_words(stderr: str) -> str:
-    r"""The line of standard error that tells best why a process ended: a cause, else the last one.
-
-    >>> trace = "*** Check failure stack trace: ***\n    @  0x7f  f()\n"
-    >>> last_words(f"F0101 a.cc:7] Check failed: x == y\n{trace}")
-    'F0101 a.cc:7] Check failed: x == y'
-    """
-    lines = []
-    for line in stderr.splitlines():
-        if line.strip() and not _STACK_LINE.match(line):
-            lines.append(line.strip())
-    causes = [line for line in lines if _CAUSE.search(line)]
-    return (causes or lines or ["nothing on its standard error"])[-1][:LAST_WORDS_CHARS]
-
-
-def _environment(mesh: MeshInfo) -> dict[str, str]:
-    """The environment of a process that imports what this one imports and sees the same devices."""
-    environment = dict(os.environ)
-    # Of the whole path, since it may have been changed here; `-P` keeps the current folder out.
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    # This process holds the memory of the accelerators already.
-    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+def _surroundings(mesh: MeshInfo) -> tuple[str, dict[str, str]]:
+    """WHERE of `compiler.worker`, and its environment where that is not this process's."""
     if mesh.target is not None:
-        return environment | topology.environment(mesh.target)
-    environment["JAX_PLATFORMS"] = getattr(jax.config, "jax_platforms", None) or ""
+        return _as_json(mesh.target), topology.environment(mesh.target)
     if facts_of(mesh.platform).on_host:
-        environment["JAX_PLATFORMS"] = "cpu"
-        environment["JAX_NUM_CPU_DEVICES"] = str(jax.local_device_count("cpu"))
-    return environment
+        count = str(jax.local_device_count("cpu"))
+        return mesh.platform, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": count}
+    # The accelerators are this process's, and so is their memory.
+    none = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ""}
+    attached = _attached_gpus(mesh)
+    return _as_json(attached) if attached else "", none
+
+
+def _as_json(target: Target) -> str:
+    return msgspec.json.encode(target).decode()
+
+
+def _attached_gpus(mesh: MeshInfo) -> Target | None:
+    """The GPUs of this process, as a target that is compiled for without them; None for others."""
+    devices = list(mesh.user.devices.flat)
+    try:
+        description = executables.gpu_target_config(devices)
+    except RuntimeError:  # a compiler that does not describe its devices
+        return None
+    if description is None:
+        return None
+    count = jax.local_device_count(mesh.platform)
+    return Target("gpu", mesh.device_kind, (1, count), description=description)

@@ -13,7 +13,8 @@ from types import TracebackType
 
 from autoshard.compiler.cache import CompileCache, Refusal, Stored, program_key
 from autoshard.compiler.compile import Built, CompilerOptions, Reading
-from autoshard.compiler.isolated import Failure, Isolation
+from autoshard.compiler.isolated import Isolation
+from autoshard.compiler.worker_process import Failure
 from autoshard.errors import TargetError
 from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo
@@ -83,7 +84,7 @@ class CompilePool:
         traceback: TracebackType | None,
     ) -> None:
         for worker in self._workers:
-            worker.__exit__(kind, error, traceback)
+            worker.close()
 
     def compile(
         self,

@@ -1,8 +1,9 @@
 """The process that `isolated` keeps beside the search: it partitions or compiles what it is sent.
 
 Started as `python -m autoshard.compiler.worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the
-devices that the process sees, or a target as JSON. FD is one end of a `multiprocessing.Pipe`: what
-compilers and libraries print cannot get between the messages. It ends when the other end is closed.
+devices that the process sees, a target as JSON, or empty where it only partitions. FD is one end of
+a `multiprocessing.Pipe`: what compilers and libraries print cannot get between the messages. It
+ends when the other end is closed, or when nothing was asked of it for a while.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ from autoshard.devices.target import Target
 from autoshard.devices.topology import open_devices
 from autoshard.jax_internals import executables
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition_module
+
+IDLE_LIMIT_S = 600.0
+"""So long a process waits for its next program, then it gives its memory back (some 300 MB). A
+notebook's next search comes sooner. Chosen by hand; no test depends on it."""
+
+RETIRED = 75
+"""Its exit status then: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
     """Serves requests until the other end is closed.
 
     Args:
-        where: What to compile for: a platform, or a target as JSON.
+        where: What to compile for: a platform, a target as JSON, or nothing.
         memory_bytes: The process may allocate no more than this; 0 for no limit.
         file_descriptor: The pipe's end.
     """
@@ -72,14 +80,17 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
         # Where memory runs out, the kernel is to end this process (1000: first), not the search.
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection: Connection = Connection(file_descriptor)
+    devices: Mapping[int, jax.Device] = {}
     if where.startswith("{"):
         devices = open_devices(msgspec.json.decode(where, type=Target))
-    else:
+    elif where:
         devices = {device.id: device for device in jax.local_devices(backend=where)}
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     connection.send_bytes(msgspec.msgpack.encode(sorted(devices)))
     while True:
+        if not connection.poll(IDLE_LIMIT_S):
+            sys.exit(RETIRED)
         try:
             request = msgspec.msgpack.decode(connection.recv_bytes(), type=Request)
         except EOFError:

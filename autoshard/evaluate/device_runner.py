@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.compiler.compile import Built, Compiled, CompilerOptions, build, compile_built
+from autoshard.compiler.isolated import Isolation
+from autoshard.compiler.worker_process import Failure
 from autoshard.evaluate.inputs import Inputs, inputs_for
 from autoshard.evaluate.measure import measure
 from autoshard.evaluate.shrink import shrink
@@ -42,13 +44,23 @@ class Compared:
 
 @dataclass(eq=False)
 class DeviceRunner:
-    """The devices of a mesh, with what was compiled for them by key."""
+    """The devices of a mesh, with what was compiled for them by key.
+
+    Attributes:
+        prepared: The traced request.
+        inputs: Values of its arguments.
+        compiler_options: Passed to XLA as they are.
+        peers: Processes that have devices of the mesh.
+        compiled: By key.
+        isolation: Compiles in a process of its own first; None for compiling here.
+    """
 
     prepared: Prepared
     inputs: Inputs
     compiler_options: CompilerOptions | None
     peers: Peers = SINGLE_PROCESS
     compiled: dict[str, Compiled] = field(default_factory=dict)
+    isolation: Isolation | None = None
     _reference: Reference | None = None
     _reference_key: str | None = None
     _start: Callable[[], None] | None = None
@@ -111,14 +123,18 @@ class DeviceRunner:
         if isinstance(shrunk, str):
             return shrunk
         traced, mesh = shrunk.prepared.traced, shrunk.prepared.request.mesh
+        built = build(traced, shrunk.layout, mesh)
+        options = self.compiler_options
+        if self.isolation is not None:
+            tried = self.isolation.compile(built, compiler_options=options)
+            if isinstance(tried, Failure):
+                return f"where it does not compile: {tried.reason}"
         inputs = inputs_for(traced.call, traced.program)
         reference_function = unsharded(traced, inputs, mesh)
         reference = reference_of(
             reference_function, shrunk.prepared.problem.logical_axes.classes, inputs
         )
-        compiled = compile_built(
-            build(traced, shrunk.layout, mesh), mesh, compiler_options=self.compiler_options
-        )
+        compiled = compile_built(built, mesh, compiler_options=options)
         return self._run_and_compare(compiled, inputs, reference), shrunk.factor
 
     def measure(

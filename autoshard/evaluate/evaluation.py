@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from autoshard.compiler.compile import Built, CompilerOptions, build
-from autoshard.compiler.isolated import Failure, InProcess, Isolation
+from autoshard.compiler.isolated import InProcess, Isolation
 from autoshard.compiler.pool import CompilePool
+from autoshard.compiler.worker_process import Failure
 from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.hardware.step_components import step_s
 from autoshard.cost_model.predict import Predictor

@@ -3,31 +3,36 @@ goes on."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import Effort, optimize
-from autoshard.compiler import isolated
+from autoshard.compiler import isolated, worker_process
 from autoshard.compiler.compile import build, compile_built
-from autoshard.compiler.isolated import COMMAND, Failure, InProcess, Isolation
+from autoshard.compiler.isolated import COMMAND, InProcess, Isolation
 from autoshard.compiler.pool import CompilePool, Job, Outcome
-from autoshard.compiler.worker import Reply
+from autoshard.compiler.worker import RETIRED, Reply
+from autoshard.compiler.worker_process import Failure
+from autoshard.devices.target import Target
 from autoshard.evidence.candidate import CompiledEvidence
 from autoshard.jax_internals import executables
-from autoshard.layout.mesh import resolve_mesh
+from autoshard.layout.mesh import MeshInfo, resolve_mesh
 from autoshard.plan import Plan
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
 from tests.models import mlp_args, mlp_step
@@ -493,3 +498,248 @@ def test_the_worker_sees_what_this_process_imports(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     with Isolation(plans["dp"].mesh) as isolation:
         assert isinstance(isolation.compile(plans["dp"].built), CompiledEvidence)
+
+
+# One worker for many searches ---------------------------------------------------------------------
+
+
+def kept_pids() -> list[int]:
+    return [worker.process.pid for worker in worker_process._kept]
+
+
+def test_the_next_search_finds_the_worker_of_the_last(mesh_4x2: Mesh) -> None:
+    pids = []
+    for seed in range(2):
+        plan = optimize(
+            mlp_step, mlp_args(), mesh_4x2, effort=Effort(1, 0), seed=seed, progress=False
+        )
+        assert plan.verified.ok
+        pids.append(kept_pids())
+    assert len(pids[0]) == 1
+    assert pids[0] == pids[1]
+
+
+def test_a_search_that_compiles_nothing_starts_no_worker(
+    mesh_4x2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object) -> Any:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(isolated, "take", never)
+    optimize(mlp_step, mlp_args(), mesh_4x2, effort=Effort(0, 0), progress=False)
+    optimize(mlp_step, mlp_args(), mesh_4x2, effort=Effort(1, 0), isolate=False, progress=False)
+
+
+def test_a_worker_of_other_devices_is_not_taken(plans: dict[str, Plan]) -> None:
+    mesh = plans["dp"].mesh
+    with Isolation(mesh) as isolation:
+        assert isinstance(isolation.compile(plans["dp"].built), CompiledEvidence)
+    (kept,) = worker_process._kept
+    with Isolation(mesh, memory_bytes=2**36) as limited:
+        assert limited._worker is not kept
+        assert kept.process.poll() is not None  # one at a time
+        with Isolation(mesh) as beside:  # as in another thread
+            assert beside._worker is not limited._worker
+    assert len(kept_pids()) == 1
+
+
+def test_a_worker_without_work_gives_its_memory_back(plans: dict[str, Plan]) -> None:
+    with Isolation(plans["dp"].mesh, command=real_worker("worker.IDLE_LIMIT_S = 0.2")) as isolation:
+        lowered = plans["dp"].built.lower()
+        assert isinstance(isolation.partition(lowered), Partitioned)
+        assert isolation._worker is not None
+        first = isolation._worker.process
+        assert first.wait(60) == RETIRED
+        assert isinstance(isolation.partition(lowered), Partitioned)
+        assert isolation._worker.process is not first
+
+
+PROGRAM = """
+import os, sys, threading
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+import autoshard
+from autoshard.compiler import worker_process
+
+def search():
+    x = np.ones((4, 8), np.float32)
+    plan = autoshard.optimize(lambda x: x @ x.T, (x,), "data=2", effort=autoshard.Effort(1, 0))
+    print(plan.verified.ok, [n for n in plan.notes if "isolated" in n], len(worker_process._kept))
+
+search()
+thread = threading.Thread(target=search)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "option", "stdin"])
+def test_no_program_needs_to_know_of_it(tmp_path: Path, how: str) -> None:
+    """Not a script without `__main__` guard, whose lambdas no pickle would take, and in a thread
+    neither."""
+    script = tmp_path / "step.py"
+    script.write_text(PROGRAM)
+    arguments = {"script": [str(script)], "option": ["-c", PROGRAM], "stdin": ["-"]}[how]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=PROGRAM if how == "stdin" else "",
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["True [] 1"] * 2, done.stderr
+
+
+def test_a_program_frozen_into_one_file_compiles_itself(
+    mesh_4x2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its executable is the program: started as Python, it would search again, and start another."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    plan = optimize(mlp_step, mlp_args(), mesh_4x2, effort=Effort(1, 0), progress=False)
+    assert plan.verified.ok
+    assert [note for note in plan.notes if "isolated" in note] == [
+        "compiled in the process of the search, not isolated: this program is frozen into one file"
+    ]
+
+
+# Accelerators -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class On(MeshInfo):
+    """A mesh whose devices say that they are of another platform."""
+
+    named: str = ""
+
+    @property
+    def platform(self) -> str:
+        return self.named
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu", "unheard-of"])
+def test_the_worker_takes_no_accelerator(mesh_4x2: Mesh, platform: str) -> None:
+    where, settings = isolated._surroundings(On(mesh_4x2, mesh_4x2, platform))
+    assert settings["JAX_PLATFORMS"] == "cpu"
+    assert settings["CUDA_VISIBLE_DEVICES"] == ""
+    assert where == ""
+
+
+def test_for_gpus_it_compiles_by_their_description(
+    mesh_4x2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'device_description_str: "H100"'
+    monkeypatch.setattr(executables, "gpu_target_config", lambda devices: text)
+    monkeypatch.setattr(jax, "local_device_count", lambda platform: 8)
+    where, settings = isolated._surroundings(On(mesh_4x2, mesh_4x2, "gpu"))
+    target = msgspec.json.decode(where, type=Target)
+    assert (target.platform, target.shape, target.description) == ("gpu", (1, 8), text)
+    assert settings["JAX_PLATFORMS"] == "cpu"
+
+
+def test_for_tpus_it_partitions_and_says_that_it_does_not_compile(plans: dict[str, Plan]) -> None:
+    mesh = plans["fsdp"].mesh
+    with Isolation(On(mesh.user, mesh.auto, "tpu")) as isolation:
+        for _ in range(2):
+            assert isinstance(isolation.partition(plans["fsdp"].built.lower()), Partitioned)
+            outcome = isolation.compile(plans["fsdp"].built)
+            assert isinstance(outcome, InProcess)
+            assert "(tpu)" in outcome.reason
+
+
+# A compiler that aborts ---------------------------------------------------------------------------
+
+ABORTS = jax.__version_info__ < (0, 11)
+"""XLA:CPU of jax 0.10.2 aborts on an FFT of three dimensions whose last is cut into more shards than
+a shard has elements."""
+
+
+def spectra(x: Any) -> Any:
+    return jnp.abs(jnp.fft.fft(x))
+
+
+def planes(x: Any) -> Any:
+    return jnp.abs(jnp.fft.fft2(x)) ** 2
+
+
+def columns(x: Any) -> Any:
+    return jnp.fft.fft(x, axis=1).real
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "spec"),
+    [
+        (spectra, (4, 8, 16), P(None, None, ("data", "model"))),
+        (planes, (4, 16, 16), P(None, None, ("data", "model"))),
+        (columns, (4, 16, 8), P(None, ("data", "model"))),
+    ],
+)
+def test_what_aborts_on_an_fft_along_a_split_axis_fails(
+    mesh_4x2: Mesh, warm: Isolation, fn: Any, shape: tuple[int, ...], spec: P
+) -> None:
+    x = np.ones(shape, np.float32)
+    outcome = warm.compile(autoshard.apply(fn, (x,), mesh_4x2, [], pins={"x": spec}).built)
+    if not ABORTS:
+        assert isinstance(outcome, CompiledEvidence)
+        return
+    assert isinstance(outcome, Failure)
+    assert "SIGABRT" in outcome.reason
+    assert "fft_handler" in outcome.reason
+    assert "Check failed" in outcome.reason
+
+
+def test_an_fft_along_a_split_axis_does_not_end_the_caller(mesh_4x2: Mesh) -> None:
+    """Nor does any other candidate of the search, whose arguments are split likewise."""
+    plan = optimize(
+        spectra,
+        (np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32),),
+        mesh_4x2,
+        pins={"x": P(None, None, ("data", "model"))},
+        effort=Effort(8, 0),
+        progress=False,
+    )
+    assert plan.verified.ok
+    reasons = [c.reason for c in plan.candidates if c.status == "rejected"]
+    assert any("SIGABRT" in reason for reason in reasons) == ABORTS
+    assert all("fft_handler" in reason for reason in reasons)
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("os.abort()", -6), ("os.kill(os.getpid(), 9)", -9), ("os._exit(3)", 3)],
+)
+def test_the_last_words_of_a_compiler_here_reach_the_terminal(end: str, code: int) -> None:
+    done = run(
+        "import os, glob, tempfile\n"
+        "from autoshard.compiler.captured_stderr import captured_stderr\n"
+        "with captured_stderr() as written:\n"
+        "    os.write(2, b'a warning of no interest\\n')\n"
+        "print(repr(written()))\n"
+        "with captured_stderr():\n"
+        "    os.write(2, b'F0101 spmd.cc:42] Check failed: a == b\\n')\n"
+        f"    {end}\n"
+    )
+    assert done.returncode == code
+    assert done.stdout in ("", "'a warning of no interest\\n'\n")  # its buffer may be lost
+    assert done.stderr == "F0101 spmd.cc:42] Check failed: a == b\n"
+
+
+@pytest.mark.skipif(not ABORTS, reason="this compiler does not abort on it")
+def test_a_compiler_that_aborts_here_says_why() -> None:
+    done = run(
+        "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\nimport jax, jax.numpy as jnp\n"
+        "jax.config.update('jax_num_cpu_devices', 8)\nimport autoshard, numpy as np\n"
+        "from jax.sharding import PartitionSpec as P\n"
+        "autoshard.apply(lambda x: jnp.fft.fft(x), (np.ones((4, 8, 16), np.float32),),\n"
+        "    'data=4,model=2', [], pins={'x': P(None, None, ('data', 'model'))}).compile()\n"
+    )
+    assert done.returncode == -6
+    assert "fft_handler.cc" in done.stderr
+    assert "Check failed" in done.stderr

@@ -13,8 +13,9 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autoshard.compiler.isolated import Failure, Isolation
+from autoshard.compiler.isolated import Isolation
 from autoshard.compiler.worker import Reply, Request
+from autoshard.compiler.worker_process import Failure
 from autoshard.jax_internals import executables
 from autoshard.processes.child import START_LIMIT_S
 from tests.targets.steps import plan
@@ -46,7 +47,7 @@ def main() -> None:
         with Isolation(made.mesh) as isolation:
             request = executables.compile_request(made.built.lower(), None)
             assert request is not None
-            worker = isolation._ready_worker(request.device_ids)
+            worker = isolation._ready_worker()
             assert worker is not None
             reply = worker.exchange(
                 msgspec.msgpack.encode(Request(compile=request)), Reply, START_LIMIT_S
