@@ -169,7 +169,7 @@ class BoundPlan:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             outputs = plan.built.function(*call.leaves)
         else:
-            outputs = plan.compile().executable(*_laid_out(plan, call.leaves))
+            outputs = plan.compile().run(*_laid_out(plan, call.leaves))
         return self._finished(args, plan.traced.unflatten_outputs(outputs))
 
     def _finished(self, args: tuple[Any, ...], outputs: Any) -> Any:

@@ -7,12 +7,14 @@ Explicit arrays.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autoshard.compiler.captured_stderr import captured_stderr
@@ -40,6 +42,7 @@ class Built:
         in_shardings: Of the argument leaves.
         out_shardings: Of the output leaves.
         avals: Shapes and dtypes of the argument leaves.
+        jit: Makes `jitted`; takes further options of `jax.jit`.
     """
 
     jitted: Any
@@ -47,6 +50,7 @@ class Built:
     in_shardings: tuple[NamedSharding, ...]
     out_shardings: tuple[NamedSharding, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
+    jit: Callable[..., Any]
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers for the shapes it was traced for."""
@@ -97,11 +101,43 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled layout with what its program says."""
+    """A compiled layout with what its program says.
+
+    Attributes:
+        built: The layout.
+        executable: The program.
+        evidence: What the program says.
+        options: What was passed to XLA.
+    """
 
     built: Built
     executable: Any
     evidence: CompiledEvidence
+    options: CompilerOptions | None = None
+
+    @functools.cached_property
+    def run(self) -> Callable[..., list[Any]]:
+        """Runs it on flat leaves that are laid out as `built.in_shardings` say.
+
+        What has elements of less than a byte is dispatched by `jax.jit`, with the same shardings:
+        jax 0.10 compiles a program for packed int4 and then refuses every int4 array as not packed.
+        """
+        if all(bits_of(aval.dtype) >= 8 for aval in self.built.avals):
+            run: Callable[..., list[Any]] = self.executable
+        elif self.options:
+            run = self.built.jit(compiler_options=dict(self.options))
+        else:
+            run = self.built.jitted
+        return run
+
+
+def bits_of(dtype: Any) -> int:
+    """Bits of one element; at least 8 where it is no number (a key, a bool)."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits)  # type: ignore[no-untyped-call]
+    if jnp.issubdtype(dtype, jnp.floating):
+        return int(jnp.finfo(dtype).bits)  # type: ignore[no-untyped-call]
+    return 8
 
 
 def build(
@@ -121,13 +157,14 @@ def build(
     function = as_function(jaxpr, traced.program.name)
     in_shardings = tuple(mesh.sharding(spec) for spec in layout.input_specs())
     out_shardings = tuple(mesh.sharding(spec) for spec in layout.output_specs())
-    jitted = jax.jit(
+    jit = functools.partial(
+        jax.jit,
         _with_explicit_axes(function, layout, mesh, traced.program.name),
         in_shardings=in_shardings,
         out_shardings=list(out_shardings),
         donate_argnums=tuple(i for i, donated in enumerate(traced.call.donated) if donated),
     )
-    return Built(jitted, function, in_shardings, out_shardings, traced.call.avals)
+    return Built(jit(), function, in_shardings, out_shardings, traced.call.avals, jit)
 
 
 def _with_explicit_axes(
@@ -173,7 +210,7 @@ def compile_built(
         compile_s = time.perf_counter() - start_s
     figures = figures_of(executable, compile_s)
     reading = read_program(executable.as_text() or "", figures, written(), mesh)
-    return Compiled(built, executable, evidence_of(reading, mesh, time_of))
+    return Compiled(built, executable, evidence_of(reading, mesh, time_of), options)
 
 
 def figures_of(executable: Any, compile_s: float) -> Figures:

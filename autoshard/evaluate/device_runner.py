@@ -103,7 +103,7 @@ class DeviceRunner:
         else:
             known = self.compiled[other]
             reference_function = ReferenceFunction(
-                known.executable, known.built.in_shardings, f"layout {name}"
+                known.run, known.built.in_shardings, f"layout {name}"
             )
         self._reference = reference_of(
             reference_function, self.prepared.problem.logical_axes.classes, self.inputs
@@ -168,7 +168,7 @@ class DeviceRunner:
     ) -> Compared:
         leaves: list[Any] = []
         self.peers.run_on_all(lambda: leaves.extend(inputs.place(compiled.built.in_shardings)))
-        return Compared(*reference.compare(compiled.executable(*leaves)))
+        return Compared(*reference.compare(compiled.run(*leaves)))
 
     def _sync(self) -> None:
         """Makes devices of several processes wait for each other."""

@@ -117,7 +117,7 @@ class _Runner:
         assert self._leaves is not None
         self._sync()
         start = time.perf_counter()
-        outputs = self._compiled.executable(*self._leaves)
+        outputs = self._compiled.run(*self._leaves)
         jax.block_until_ready(outputs)
         seconds = time.perf_counter() - start
         if self._donated and not self._feeds:

@@ -231,10 +231,10 @@ class SignatureTable:
 
     def alike(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
         """Whether rules say the same of two (column, dimension), but for the other dimensions."""
-        return self._said_of(*one) == self._said_of(*other)
+        return self._key_of(*one) == self._key_of(*other)
 
-    def _said_of(self, column: int, dim: int) -> tuple[bool, int, int, bool]:
-        """Equal where rules say the same."""
+    def _key_of(self, column: int, dim: int) -> tuple[bool, int, int, bool]:
+        """Equal for dimensions of which rules say the same."""
         if not self.free[column]:
             return False, NO_AXIS, 1, False
         place, arrays = self._arrays.start[column] + dim, self._arrays
