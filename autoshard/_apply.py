@@ -13,8 +13,6 @@ from jax.sharding import Mesh
 
 from autoshard.compiler.bound_plan import Verification
 from autoshard.compiler.compile import CompilerOptions
-from autoshard.cost_model.hardware.hardware import hardware_for
-from autoshard.cost_model.predict import Predictor
 from autoshard.devices.target import mesh_on
 from autoshard.errors import (
     ArgumentError,
@@ -186,9 +184,7 @@ def _preset_rules(name: str, prepared: Prepared) -> tuple[AxisRule, ...]:
     Raises:
         RuleError: If there is no such preset, or it makes no sense for this function.
     """
-    any_hardware = hardware_for("cpu")  # only bytes are asked for, the same on any hardware
-    predictor = Predictor(prepared.problem, any_hardware, prepared.traced.call.donated)
-    available, skipped = presets(prepared.problem, predictor.sent_bytes)
+    available, skipped = presets(prepared.problem)
     names = [preset.name for preset in available]
     for preset in available:
         if preset.name == name:

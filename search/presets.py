@@ -1,11 +1,9 @@
 """Presets: the layouts experts use, as short rule lists over the *discovered* logical axes.
 
-Nothing here looks at names. The batch is the axis that data arguments bring and no parameter has;
-the residual axis is the parameter axis that most parameter bytes have (FSDP's usual choice); the
-inner axes (heads, mlp, vocabulary) are the other parameter axes, picked greedily until every large
-parameter is covered (Megatron's pairing: column split, then row split, because both weights share
-the inner axis). In a network of one block the hidden axis is the one that most bytes have; of the
-two readings the one whose tensor parallelism sends fewer bytes is taken.
+Nothing here looks at names. The batch is the axis that data bring and no weight has; tensor
+parallelism splits heads (and those of keys and values, where the mesh axis divides them), the
+hidden axis of feed-forward blocks, and the vocabulary; FSDP splits the residual axis, which the
+weights share; see `model_axes`. That is what the rules of MaxText, tunix and Megatron-LM say.
 
 References:
     zero1, fsdp: Rajbhandari et al. (2020), ZeRO, stages 1 and 3.
@@ -16,25 +14,17 @@ References:
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from autoshard.axes.argument_groups import Group
 from autoshard.axes.axis_classes import NO_AXIS
-from autoshard.axes.sharding_rules import FactorKind
 from autoshard.evidence.candidate import Skipped
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Scope
 from autoshard.layout.problem import Problem
-from autoshard.search.axis_sizes import activation_bytes, dividing_mesh_axes
+from autoshard.search.axis_sizes import activation_bytes
+from autoshard.search.model_axes import ModelAxes
 from autoshard.tracing.program import Value
-
-LARGE = 0.01
-"""Tensor parallelism splits weights that hold at least this share of all parameter bytes.
-
-Chosen by hand, to leave scales of norms whole: without it (0)
-`test_megatron_pairs_column_and_row_splits` fails, with 0.3 no weight of a small decoder is left."""
 
 Rules = tuple[AxisRule, ...]
 
@@ -52,19 +42,18 @@ class Parts:
     """Names of logical axes by what experts would call them.
 
     Attributes:
-        batch: Brought by the data, in no parameter.
-        residual: The parameter axes that together cover all parameters, widest first; the first is
-            the residual axis.
-        inner: Parameter axes other than the residual one, one per weight, in order of the bytes
-            they cover.
-        paired: The same with the residual axis among them, for networks of one block.
-        sequence: The next axis after the batch that most activations have and no parameter has.
+        batch: Brought by the data, in no weight.
+        residual: The axes that together are in all weights; those of residual streams first.
+        inner: What tensor parallelism splits: heads, the hidden axes of feed-forward blocks, the
+            vocabulary.
+        beside_inner: As `residual`, for weights whose inner axes are split already.
+        sequence: The next axis after the batch that most activations have and no weight has.
     """
 
     batch: str | None
     residual: tuple[str, ...]
     inner: tuple[str, ...]
-    paired: tuple[str, ...]
+    beside_inner: tuple[str, ...]
     sequence: str | None
 
 
@@ -73,164 +62,90 @@ class Parts:
 
 def find_parts(problem: Problem) -> Parts:
     """Finds what experts would call batch, residual, inner and sequence axes."""
-    usage = _Usage(problem)
-    of_parameters = [axis for axis in usage.of_parameters if usage.is_divided(axis)]
-    residual = _cover(usage, of_parameters, usage.parameters)
-    not_residual = [axis for axis in of_parameters if axis not in residual[:1]]
-    # Heads come before the head size: splitting them needs no collective inside attention.
-    inner = _cover(usage, not_residual, usage.large_parameters, prefer=usage.batched)
-    paired = _cover(usage, of_parameters, usage.large_parameters, prefer=usage.batched)
+    model = ModelAxes(problem)
+    mesh_axes = _axes_with_devices(problem)
+    inner = model.inner(mesh_axes[-1]) if mesh_axes else ()
+    usage = _Usage(problem, model)
     batch = _batch(usage)
     sequence = _sequence(usage, batch)
+
+    def names(logical_axes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(problem.logical_axes.axes[axis].name for axis in logical_axes)
+
     return Parts(
-        batch=None if batch is None else usage.name(batch),
-        residual=tuple(map(usage.name, residual)),
-        inner=tuple(map(usage.name, inner)),
-        paired=tuple(map(usage.name, paired)),
-        sequence=None if sequence is None else usage.name(sequence),
+        batch=None if batch is None else names([batch])[0],
+        residual=names(model.fully_sharded()),
+        inner=names(inner),
+        beside_inner=names(model.fully_sharded(inner)),
+        sequence=None if sequence is None else names([sequence])[0],
     )
 
 
+def _axes_with_devices(problem: Problem) -> tuple[str, ...]:
+    """Mesh axes with more than one device; the last is that of tensor parallelism."""
+    return tuple(name for name, size in problem.mesh_axes.items() if size > 1)
+
+
 class _Usage:
-    """Where the logical axes of a problem are used; scanned ones are left out, no rule splits them.
+    """Where the axes are used that no weight has.
 
     Attributes:
-        parameters: Argument leaves that are parameters.
         data: Argument leaves that are data.
+        of_data: Logical axes that some data argument has.
         activation_bytes: By logical axis, bytes of all results that have it.
-        batched: By logical axis, how many contractions have it as a batch factor.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, model: ModelAxes) -> None:
         self._problem = problem
-        self._logical_axes = problem.logical_axes
+        self._model = model
         leaves = list(zip(problem.program.body.inputs, problem.groups.of_input, strict=True))
-        self.parameters = [leaf for leaf, group in leaves if group is Group.PARAMETER]
         self.data = [leaf for leaf, group in leaves if group is Group.DATA]
+        self.of_data = {axis for leaf in self.data for axis in model.of(leaf)} - {NO_AXIS}
         self.activation_bytes = activation_bytes(problem)
-        self.batched = _batched(problem)
+        parameters = [leaf for leaf, group in leaves if group is not Group.DATA]
+        of_parameters = {axis for leaf in parameters for axis in model.of(leaf)}
+        # A table of positions has the sequence, and so have the data.
+        self._of_model = model.of_weights | (of_parameters - self.of_data)
 
     def of(self, value: Value) -> tuple[int, ...]:
-        """Logical axes of a value that rules may use."""
-        return tuple(
-            axis for axis in self._logical_axes.of_value[value.index] if self._is_usable(axis)
-        )
+        """Logical axes of a value, in order; those that a scan takes apart left out."""
+        axes = self._problem.logical_axes.axes
+        return tuple(axis for axis in self._model.of(value) if axis < 0 or not axes[axis].scanned)
 
-    def _is_usable(self, logical_axis: int) -> bool:
-        return logical_axis != NO_AXIS and not self._logical_axes.axes[logical_axis].scanned
-
-    @cached_property
-    def of_parameters(self) -> set[int]:
-        """Logical axes that some parameter has."""
-        return {axis for value in self.parameters for axis in self.of(value)}
-
-    @cached_property
-    def of_data(self) -> set[int]:
-        """Logical axes that some data argument has."""
-        return {axis for value in self.data for axis in self.of(value)}
-
-    @property
-    def of_activations(self) -> set[int]:
-        """Logical axes that some result has."""
-        return {axis for axis in self.activation_bytes if self._is_usable(axis)}
-
-    @property
-    def large_parameters(self) -> list[Value]:
-        """Those worth splitting in tensor parallelism: no scales of a norm."""
-        total_bytes = sum(value.bytes for value in self.parameters)
-        return [value for value in self.parameters if value.bytes >= LARGE * total_bytes]
-
-    def is_divided(self, logical_axis: int) -> bool:
-        """True if some mesh axis divides some size of the logical axis."""
-        return bool(dividing_mesh_axes(self._problem, logical_axis))
+    def is_free(self, logical_axis: int) -> bool:
+        """True if a mesh axis divides it, and no weight has it."""
+        return logical_axis not in self._of_model and self._model.is_usable(logical_axis)
 
     def has_one_class(self, logical_axis: int) -> bool:
         """True if all dimensions of the logical axis are one, not alike ones of several layers."""
-        return len(self._logical_axes.axes[logical_axis].classes) == 1
-
-    def name(self, logical_axis: int) -> str:
-        """Name of a logical axis."""
-        return self._logical_axes.axes[logical_axis].name
-
-
-def _batched(problem: Problem) -> Counter[int]:
-    """By logical axis, how many contractions have it as a batch factor."""
-    batched: Counter[int] = Counter()
-    for eqn, _ in problem.program.walk():
-        if eqn.primitive != "dot_general":
-            continue
-        rule = problem.logical_axes.classes.rules[eqn.index]
-        left, right = rule.operands
-        for factor, (logical_axis, _) in enumerate(problem.logical_axes.factors(eqn)):
-            passes = rule.kinds[factor] is FactorKind.PASS_THROUGH
-            batched[logical_axis] += passes and factor in left and factor in right
-    return batched
+        return len(self._problem.logical_axes.axes[logical_axis].classes) == 1
 
 
 def _batch(usage: _Usage) -> int | None:
-    """The axis that comes first in the data, of those that no parameter has."""
-    candidates = [axis for axis in usage.of_data - usage.of_parameters if usage.is_divided(axis)]
+    """The axis that comes first in the data, of those that no weight has."""
 
     def rank(axis: int) -> tuple[int, int, int]:
         of_leaves = [usage.of(leaf) for leaf in usage.data]
         dims = [logical_axes.index(axis) for logical_axes in of_leaves if axis in logical_axes]
         return min(dims), -usage.activation_bytes[axis], axis
 
-    return min(candidates, key=rank, default=None)
+    return min(filter(usage.is_free, usage.of_data), key=rank, default=None)
 
 
 def _sequence(usage: _Usage, batch: int | None) -> int | None:
-    """The axis that most activations have, of those that neither a parameter nor the batch is."""
-    candidates = (usage.of_activations | usage.of_data) - usage.of_parameters - {batch}
+    """The axis that most activations have, of those that neither a weight nor the batch is."""
+    candidates = (usage.activation_bytes.keys() | usage.of_data) - {batch, NO_AXIS}
 
     def is_sequence(axis: int) -> bool:
         # What no data bring must at least be one dimension: alike ones of several layers are not
         # a sequence that goes through the network.
-        return usage.is_divided(axis) and (axis in usage.of_data or usage.has_one_class(axis))
+        return usage.is_free(axis) and (axis in usage.of_data or usage.has_one_class(axis))
 
     return max(
         filter(is_sequence, candidates),
         key=lambda axis: (usage.activation_bytes[axis], -axis),
         default=None,
     )
-
-
-_NO_PREFERENCE: Mapping[int, int] = {}
-
-
-def _cover(
-    usage: _Usage,
-    logical_axes: Collection[int],
-    values: Iterable[Value],
-    prefer: Mapping[int, int] = _NO_PREFERENCE,
-) -> list[int]:
-    """Logical axes picked greedily until every value that can be covered has one.
-
-    The one with most bytes still uncovered is next.
-
-    Args:
-        usage: Of the problem.
-        logical_axes: To pick from.
-        values: To cover.
-        prefer: Decides between logical axes that cover as many bytes; the larger is first.
-    """
-    allowed = set(logical_axes)
-    uncovered = [value for value in values if value.shape]
-    cover: list[int] = []
-    while gain_bytes := _bytes_of(usage, uncovered, allowed):
-        best = max(gain_bytes, key=lambda axis: (gain_bytes[axis], prefer.get(axis, 0), -axis))
-        cover.append(best)
-        uncovered = [value for value in uncovered if best not in usage.of(value)]
-    return cover
-
-
-def _bytes_of(usage: _Usage, values: Iterable[Value], allowed: Collection[int]) -> Counter[int]:
-    """By logical axis, of those that are allowed, bytes of the values that have it."""
-    total: Counter[int] = Counter()
-    for value in values:
-        for axis in set(usage.of(value)).intersection(allowed):
-            total[axis] += value.bytes
-    return total
 
 
 # Presets ------------------------------------------------------------------------------------------
@@ -243,13 +158,11 @@ class _Setting:
     Attributes:
         parts: Logical axes by what experts would call them.
         axes: Mesh axes with more than one device; the last is that of tensor parallelism.
-        inner: Logical axes that tensor parallelism splits.
         has_optimizer: True if some argument is optimizer state.
     """
 
     parts: Parts
     axes: tuple[str, ...]
-    inner: tuple[str, ...]
     has_optimizer: bool
 
     @property
@@ -302,34 +215,32 @@ def _fsdp(setting: _Setting) -> Rules:
 
 def _tp(setting: _Setting) -> Rules:
     """Tensor parallelism over one mesh axis, data parallelism over the others."""
-    return setting.tensor_parallel(setting.inner)
+    return setting.tensor_parallel(setting.parts.inner)
 
 
 def _fsdp_tp(setting: _Setting) -> Rules:
     """Tensor parallelism over one mesh axis, FSDP over the others."""
-    residual = setting.parts.residual
-    left = tuple(axis for axis in residual if axis not in setting.inner) or residual
     return (
         setting.batch(setting.data_axes)
-        + _rules(setting.inner, setting.model_axes)
-        + _rules(left, setting.data_axes)
+        + _rules(setting.parts.inner, setting.model_axes)
+        + _rules(setting.parts.beside_inner, setting.data_axes)
     )
 
 
 def _tp_sequence(setting: _Setting) -> Rules:
     """Tensor parallelism; what has no inner axis has the sequence over the same mesh axis."""
-    return setting.tensor_parallel((*setting.inner, str(setting.parts.sequence)))
+    return setting.tensor_parallel((*setting.parts.inner, str(setting.parts.sequence)))
 
 
 class _Need(enum.Enum):
     """What a preset needs; the value is the reason for which it is skipped without."""
 
     MESH = "no mesh axis has more than one device"
-    BATCH = "no axis comes with the data alone (no batch) that a mesh axis divides"
+    BATCH = "data have no axis (no batch) that no weight has and a mesh axis divides"
     PARAMETERS = "no parameter has a dimension that a mesh axis divides"
-    INNER = "no large parameter has a dimension that a mesh axis divides"
+    INNER = "no weight has a dimension that the last mesh axis divides"
     OPTIMIZER = "no argument is optimizer state"
-    SEQUENCE = "activations have no further axis that no parameter has"
+    SEQUENCE = "activations have no further axis that no weight has"
     SECOND_AXIS = "it needs two mesh axes"
 
 
@@ -339,7 +250,7 @@ def _missing(setting: _Setting) -> set[_Need]:
         _Need.MESH: setting.axes,
         _Need.BATCH: parts.batch,
         _Need.PARAMETERS: parts.residual,
-        _Need.INNER: setting.inner,
+        _Need.INNER: parts.inner,
         _Need.OPTIMIZER: setting.has_optimizer,
         _Need.SEQUENCE: parts.sequence,
         _Need.SECOND_AXIS: len(setting.axes) > 1,
@@ -377,17 +288,17 @@ ORDER = tuple(recipe.name for recipe in _RECIPES)
 
 
 def presets(
-    problem: Problem, sent_bytes: Callable[[Rules], int], parts: Parts | None = None
+    problem: Problem, parts: Parts | None = None
 ) -> tuple[tuple[Preset, ...], tuple[Skipped, ...]]:
     """The presets that make sense for a problem, and those that do not, with the reason.
 
     Args:
         problem: The problem.
-        sent_bytes: Predicted collective bytes of a rule list; decides which axes tensor parallelism
-            splits.
         parts: From `find_parts`, where the caller has them.
     """
-    setting = _setting_of(problem, sent_bytes, parts or find_parts(problem))
+    has_optimizer = Group.OPTIMIZER in problem.groups.of_input
+    axes = _axes_with_devices(problem)
+    setting = _Setting(parts or find_parts(problem), axes, has_optimizer)
     missing = _missing(setting)
     named: list[Preset] = []
     skipped: list[Skipped] = []
@@ -398,15 +309,3 @@ def presets(
         else:
             named.append(Preset(recipe.name, recipe.rules(setting)))
     return tuple(named), tuple(skipped)
-
-
-def _setting_of(problem: Problem, sent_bytes: Callable[[Rules], int], parts: Parts) -> _Setting:
-    axes = tuple(name for name, size in problem.mesh_axes.items() if size > 1)
-    has_optimizer = Group.OPTIMIZER in problem.groups.of_input
-    readings = [reading for reading in (parts.inner, parts.paired) if reading]
-    settings = [_Setting(parts, axes, inner, has_optimizer) for inner in readings]
-    return min(
-        settings,
-        key=lambda setting: sent_bytes(_tp(setting)),
-        default=_Setting(parts, axes, (), has_optimizer),
-    )

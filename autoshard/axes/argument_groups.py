@@ -3,7 +3,8 @@ never from names.
 
 A leaf that comes back as an output one step later is state. State whose value reaches a
 contraction, gather or convolution through anything but its own update is a parameter; state that
-only feeds elementwise updates (momentum, variance, counts) is optimizer state. Where nothing comes
+only feeds elementwise updates (momentum, variance, counts) is optimizer state; state that has the
+batch axis (observations of a loop, a cache) is data, in whichever argument. Where nothing comes
 back (a forward pass, a gradient), or only what has the batch axis (the cache of a decode step), the
 leaves without the batch axis are the parameters. What does not come back but is contracted as it
 was passed, and has no batch axis, is a frozen parameter, and so are the leaves beside it in its
@@ -79,7 +80,9 @@ def _groups_of_training(leaves: ArgumentLeaves, batch: int | None) -> tuple[Grou
     frozen = _frozen_parameters(leaves, batch)
     groups = []
     for leaf, value in enumerate(leaves.inputs):
-        if leaf in leaves.carried:
+        if leaf in leaves.carried and batch in leaves.dims[leaf]:
+            group = Group.DATA
+        elif leaf in leaves.carried:
             group = Group.PARAMETER if value.index in anchored else Group.OPTIMIZER
         elif leaf in frozen and leaves.without_batch(leaf, batch):
             group = Group.PARAMETER

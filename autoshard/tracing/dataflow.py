@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from autoshard.tracing.program import Eqn, Program, Value
+from autoshard.tracing.program import Body, Eqn, MappingKind, Program, Value
 
 Fact = TypeVar("Fact")
 
@@ -30,41 +30,49 @@ def forward(
         By `Value.index`, the joined facts.
     """
     fact_of = list(facts)
+    flows = list(_flows(program.body))
     changed = True
     while changed:  # twice for most programs: once more than the deepest chain of loop carries
         changed = False
-        for eqn in program.eqns:
-            for source, target in _flows(eqn):
-                joined = join(fact_of[target.index], fact_of[source.index])
-                changed |= joined != fact_of[target.index]
-                fact_of[target.index] = joined
+        for source, target in flows:
+            joined = join(fact_of[target], fact_of[source])
+            changed |= joined != fact_of[target]
+            fact_of[target] = joined
     return fact_of
 
 
 def computed_from(program: Program, values: Iterable[Value]) -> set[int]:
     """Numbers (`Value.index`) of these values and of all that are computed from any of them."""
-    flows = []
-    for eqn in program.eqns:
-        flows += [(source.index, target.index) for source, target in _flows(eqn)]
-    return _closure(values, flows)
+    return _closure(values, list(_flows(program.body)))
 
 
 def needed_for(program: Program, values: Iterable[Value]) -> set[int]:
     """Numbers (`Value.index`) of these values and of all that any of them is computed from."""
-    flows = []
-    for eqn in reversed(program.eqns):
-        flows += [(target.index, source.index) for source, target in _flows(eqn)]
+    flows = [(target, source) for source, target in _flows(program.body)]
+    flows.reverse()
     return _closure(values, flows)
 
 
-def _flows(eqn: Eqn) -> Iterator[tuple[Value, Value]]:
-    """(source, target) of everything that an equation hands on."""
+def _flows(body: Body) -> Iterator[tuple[int, int]]:
+    """(source, target) of everything that is handed on, as `Value.index`, in order of execution."""
+    for eqn in body.eqns:
+        # What leaves the bodies is handed on after them: else each equation with bodies in a row
+        # of them would take a pass of its own.
+        yield from _mapped(eqn, MappingKind.OPERAND_TO_INVAR)
+        for inner in eqn.bodies:
+            yield from _flows(inner)
+        yield from _mapped(eqn, MappingKind.OUTVAR_TO_RESULT)
+        yield from _mapped(eqn, MappingKind.CARRY)
+        if not eqn.bodies:
+            for source in eqn.inputs:
+                for target in eqn.outputs:
+                    yield source.index, target.index
+
+
+def _mapped(eqn: Eqn, kind: MappingKind) -> Iterator[tuple[int, int]]:
     for mapping in eqn.mappings:
-        yield mapping.source, mapping.target
-    if not eqn.bodies:
-        for source in eqn.inputs:
-            for target in eqn.outputs:
-                yield source, target
+        if mapping.kind is kind:
+            yield mapping.source.index, mapping.target.index
 
 
 def _closure(values: Iterable[Value], flows: Sequence[tuple[int, int]]) -> set[int]:

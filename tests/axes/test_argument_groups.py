@@ -11,6 +11,8 @@ import optax
 import pytest
 
 from autoshard.axes.argument_groups import Group
+from autoshard.layout.layout import Layout
+from autoshard.search.presets import presets
 from tests.models import decoder_args, decoder_loss, decoder_step, mlp_args, mlp_step
 from tests.stages import array, mesh_of, prepared
 
@@ -225,3 +227,92 @@ def test_values_of_the_optimizer_state_reach_up_to_the_update() -> None:
     for path, value in zip(program.output_paths, program.body.outputs, strict=True):
         if value.shape:
             assert (value.index in inside) == path.startswith("out/1"), path
+
+
+# State and data in one argument
+
+
+def adam_state(params: Any) -> Any:
+    return jax.eval_shape(optax.adam(1e-3).init, params)
+
+
+def actor_critic(params: Any, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden = jnp.tanh(observed @ params["w1"] + params["b1"])
+    return hidden @ params["policy"], (hidden @ params["value"])[..., 0]
+
+
+def reinforce(runner: Any) -> Any:
+    """Parameters, optimizer state, environments and observations, all in one runner state."""
+    params, opt_state, environment, observed, count = runner
+
+    def act(carried: Any, _: None) -> Any:
+        environment, observed = carried
+        logits, value = actor_critic(params, observed)
+        environment = environment + 0.1 * jnp.argmax(logits, -1)[:, None]
+        return (environment, jnp.tanh(environment)), (observed, environment.sum(-1), value)
+
+    (environment, observed), seen = jax.lax.scan(act, (environment, observed), None, 8)
+
+    def loss(params: Any) -> jax.Array:
+        logits, value = actor_critic(params, seen[0])
+        return ((value - seen[1]) ** 2).mean() + jax.nn.logsumexp(logits, -1).mean()
+
+    grads = jax.grad(loss)(params)
+    updates, opt_state = optax.adam(1e-3).update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state, environment, observed, count + 1)
+
+
+def decode_all(state: Any) -> Any:
+    """The decode step, with parameters, cache and token in one argument."""
+    params, cache, token, position = state
+    logits, cache = decode_step(params, cache, token, position)
+    return params, cache, jnp.argmax(logits, -1).astype(jnp.int32), position + 1
+
+
+def resident(state: Any) -> Any:
+    """A train step that keeps its data."""
+    params, moment, x, y = state
+    grads = jax.grad(lambda p: ((jax.nn.relu(x @ p["up"]) @ p["down"] - y) ** 2).mean())(params)
+    moment = jax.tree.map(lambda m, g: 0.9 * m + g, moment, grads)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, params, moment), moment, x, y
+
+
+POLICY = {"w1": array(8, 32), "b1": array(32), "policy": array(32, 4), "value": array(32, 1)}
+DECODER = {"emb": array(48, 32), "o": array(4, 8, 32)} | {n: array(32, 4, 8) for n in "qkv"}
+CACHE = {name: array(16, 24, 4, 8) for name in "kv"}
+UP_DOWN = {"up": array(32, 64), "down": array(64, 32)}
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "expected"),
+    [
+        (
+            reinforce,
+            (POLICY, adam_state(POLICY), array(64, 8), array(64, 8), array(dtype=np.int32)),
+            {0: PARAMETER, 1: OPTIMIZER, 2: DATA, 3: DATA},
+        ),
+        (
+            resident,
+            (UP_DOWN, UP_DOWN, array(128, 32), array(128, 32)),
+            {0: PARAMETER, 1: OPTIMIZER, 2: DATA, 3: DATA},
+        ),
+        (
+            decode_all,
+            (DECODER, CACHE, array(16, dtype=np.int32), array(dtype=np.int32)),
+            {0: PARAMETER, 1: DATA, 2: DATA},
+        ),
+    ],
+)
+def test_state_with_the_batch_is_data(step: Any, state: Any, expected: dict[int, Group]) -> None:
+    made = prepared(step, (state,), mesh_of(data=4, model=2), donate_argnums=0)
+    groups = dict(zip(made.traced.program.input_paths, made.problem.groups.of_input, strict=True))
+    for part, group in expected.items():
+        assert {g for path, g in groups.items() if path.split("/")[1] == str(part)} == {group}
+    named = {preset.name: preset.rules for preset in presets(made.problem)[0]}
+    assert {"dp", "fsdp", "tp", "fsdp+tp"} <= named.keys()
+    assert ("zero1" in named) == (OPTIMIZER in expected.values())
+    specs = dict(zip(groups, Layout(made.problem, named["dp"]).input_specs(), strict=True))
+    for path, group in groups.items():
+        is_data = group is DATA
+        assert any(specs[path]) == is_data, path
+        assert not is_data or specs[path][0] == ("data", "model")

@@ -71,7 +71,7 @@ class Setting:
         """The presets, then up to `layouts` random layouts, all distinct."""
         problem = self.made.problem
         seen: set[str] = set()
-        found, _ = presets(problem, self.predictor(hardware).sent_bytes)
+        found, _ = presets(problem)
         for preset in found:
             layout = Layout(problem, preset.rules)
             if layout.key() not in seen:

@@ -121,7 +121,7 @@ class DeviceRunner:
         """Compiled time, bytes and peak of the presets, by name."""
         found: dict[str, Any] = {}
         mesh = self._made.request.mesh
-        for preset in presets(self._made.problem, self.predictor.sent_bytes)[0]:
+        for preset in presets(self._made.problem)[0]:
             for inside in (True, False):
                 layout = Layout(self._made.problem, preset.rules, inside=inside)
                 name = preset.name + ("" if inside else ARGUMENTS)

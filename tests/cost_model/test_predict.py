@@ -231,7 +231,7 @@ def evidence() -> dict[str, tuple[Prediction, CompiledEvidence]]:
     setup = prepared(decoder_step, args, mesh_of(data=4, model=2), donate_argnums=(0, 1))
     predictor = Predictor(setup.problem, cpu, setup.traced.call.donated, CPU)
     by_preset = {}
-    for preset in presets(setup.problem, predictor.sent_bytes)[0]:
+    for preset in presets(setup.problem)[0]:
         layout = Layout(setup.problem, preset.rules)
         built = build(setup.traced, layout, setup.request.mesh)
         # Less work for LLVM; what the partitioner and the buffer assignment do stays the same.

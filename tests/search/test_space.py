@@ -91,7 +91,7 @@ def test_nothing_assigned_is_replication(space: Space) -> None:
 
 
 def test_presets_are_in_the_space(decoder: Prepared, space: Space) -> None:
-    named, _ = presets(decoder.problem, len)
+    named, _ = presets(decoder.problem)
     expressed = {p.name for p in named if space.encode(space.lists(p.rules)) is not None}
     assert {"replicated", "dp", "zero1", "fsdp", "tp"} <= expressed
     for preset in named:
