@@ -163,19 +163,19 @@ class ModelAxes:
     @cached_property
     def _parts(self) -> Mapping[int, set[int]]:
         """By logical axis of a weight, those that slices, splits and reshapes make of it."""
-        made_of: dict[int, set[int]] = defaultdict(set)
+        pieces: dict[int, set[int]] = defaultdict(set)
         for eqn in self._forward_eqns():
             for operand, result in _pieces(eqn):
                 for source, target in product(*map(self._axes_at, (operand, result))):
-                    made_of[source].add(target)
+                    pieces[source].add(target)
         parts = {}
         for axis in self.of_weights:
             parts[axis] = reached = {axis}
             new = [axis]
             while new:
-                found = made_of[new.pop()] - reached
-                reached |= found
-                new += found
+                more = pieces[new.pop()] - reached
+                reached |= more
+                new += more
         return parts
 
     def _axes_at(self, place: _Place) -> list[int]:
