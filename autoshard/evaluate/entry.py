@@ -19,7 +19,8 @@ class Entry:
     A candidate is frozen: evidence is added by putting one that has it in the place of the other.
 
     Attributes:
-        proposal: The layout and its prediction.
+        proposal: The layout and its prediction; for arguments only that is the prediction of the
+            same layout stated inside, which is good for ranking and is no number of this candidate.
         candidate: What is known of it by now.
         built: The jitted function of the layout, once it was lowered.
     """
@@ -32,7 +33,11 @@ class Entry:
     def of(cls, proposal: Proposal) -> Entry:
         """The entry of a proposal of which nothing but its prediction is known."""
         layout, prediction = proposal.layout, proposal.prediction
-        predicted = Predicted(prediction.time_s, prediction.peak_bytes, prediction.collective_bytes)
+        predicted: Predicted | None = None
+        if layout.inside:  # what else the partitioner would decide is not in the prediction
+            predicted = Predicted(
+                prediction.time_s, prediction.peak_bytes, prediction.collective_bytes
+            )
         candidate = Candidate(
             name=proposal.name if layout.inside else f"{proposal.name} (arguments)",
             origin=proposal.origin,

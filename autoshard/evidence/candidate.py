@@ -143,7 +143,8 @@ class Candidate:
         key: Digest of the effective layout.
         status: How far it came.
         reason: Why it was rejected or not taken further.
-        predicted: From the model.
+        predicted: From the model; None for a layout stated at arguments only, of whose inside the
+            partitioner decides.
         partitioned: From Shardy's passes.
         compiled: From the compiled program.
         verified: From a comparison of outputs.

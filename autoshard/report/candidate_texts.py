@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from autoshard.evidence.candidate import Candidate
 from autoshard.text import bytes_text, first_line, seconds_text
 
+NOT_PREDICTED = "none"
+"""Where the model has no number: it does not know what the partitioner makes of arguments alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class CandidateTexts:
@@ -34,6 +37,10 @@ def candidate_texts(candidate: Candidate) -> CandidateTexts:
         texts["predicted_time"] = seconds_text(candidate.predicted.time_s)
         texts["predicted_peak"] = bytes_text(candidate.predicted.peak_bytes)
         texts["predicted_sent"] = bytes_text(candidate.predicted.collective_bytes)
+    elif candidate.constraints == "arguments":
+        texts |= dict.fromkeys(
+            ("predicted_time", "predicted_peak", "predicted_sent"), NOT_PREDICTED
+        )
     if candidate.partitioned is not None:
         texts["partitioned_sent"] = bytes_text(candidate.partitioned.collective_bytes)
     if candidate.compiled is not None:

@@ -79,6 +79,8 @@ class Explanation:
         reasons: For each preset of the search that is not the plan, the one reason that decides.
         pareto: Candidates of the search that no other one beats in both predicted time and peak,
             fastest first.
+        inside: Whether the layout is stated inside the function too; where it is not, what moves
+            is not predicted.
     """
 
     moved: tuple[Moved, ...]
@@ -90,6 +92,7 @@ class Explanation:
     measured_s: float | None
     reasons: tuple[tuple[str, str], ...]
     pareto: tuple[Candidate, ...] = ()
+    inside: bool = True
 
     def __str__(self) -> str:
         parts = [_moved_table(self), _memory_table(self), _throughput_table(self)]
@@ -136,6 +139,7 @@ def explain(plan: BoundPlan, hardware: Hardware | str | None = None) -> Explanat
         measured_s=None if winner is None or winner.measured is None else winner.measured.median_s,
         reasons=tuple(_reasons(plan, predictor, winner)),
         pareto=pareto_candidates(plan.candidates),
+        inside=plan.layout.inside,
     )
 
 
@@ -282,7 +286,7 @@ def _slower(plan: BoundPlan, predictor: Predictor, candidate: Candidate, winner:
     """The reason why a candidate that would work lost."""
     compared = _times(candidate, winner)
     if compared is None:
-        return "nothing is known of it"
+        return "not compiled, and layouts at arguments only are not predicted"
     candidate_s, winner_s, provenance = compared
     times = f"{seconds_text(candidate_s)} against {seconds_text(winner_s)} ({provenance})"
     more_s, more_bytes = _more_communication(plan, predictor, candidate, winner)
@@ -333,6 +337,7 @@ def _more_communication(
 
 
 def _layout_of(plan: BoundPlan, candidate: Candidate) -> Layout:
+    """The layout of a candidate that is predicted: stated inside."""
     return Layout(plan.layout.problem, tuple(map(AxisRule.parse, candidate.rules)))
 
 
@@ -376,11 +381,12 @@ def _throughput_table(explanation: Explanation) -> TextTable:
     table = TextTable("throughput: one step", columns("what", "value", "by", right=["value"]))
     efficiency = f"{predicted.efficiency:.0%}"
     table.add("compute", seconds_text(predicted.compute_s), "predicted")
-    table.add("communication", seconds_text(predicted.comm_s), "predicted")
-    table.add("efficiency, compute / (compute + communication)", efficiency, "predicted")
-    table.add("speed-up over one device", f"{predicted.speed_up:.1f}", "predicted")
+    if explanation.inside:
+        table.add("communication", seconds_text(predicted.comm_s), "predicted")
+        table.add("efficiency, compute / (compute + communication)", efficiency, "predicted")
+        table.add("speed-up over one device", f"{predicted.speed_up:.1f}", "predicted")
     for seconds, provenance in (
-        (predicted.step_s, "predicted"),
+        (predicted.step_s if explanation.inside else None, "predicted"),
         (explanation.compiled_s, "compiled collectives, predicted compute"),
         (explanation.measured_s, "measured"),
     ):

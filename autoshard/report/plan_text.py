@@ -140,7 +140,7 @@ def _number_lines(plan: BoundPlan) -> list[str]:
     if winner is not None and winner.compiled is not None:
         lines.append(_compiled_line(winner.compiled, runs_here=plan.mesh.target is None))
         lines.append(collectives_text(winner.compiled.collectives))
-    if plan.throughput is not None:
+    if plan.throughput is not None and plan.layout.inside:
         lines.append(throughput_text(plan.throughput))
     if winner is not None and winner.measured is not None:
         median = seconds_text(winner.measured.median_s)

@@ -66,7 +66,7 @@ class WhatIf:
         return compile_built(built, self.plan.mesh, compiler_options=self.plan.compiler_options)
 
     def __str__(self) -> str:
-        return f"{_comparison(self.after, self.before)} (predicted)"
+        return f"{_comparison(self.after, self.before)} ({_predicted_how(self.layout)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +86,20 @@ class LeafExplanation:
         chosen: Its spec and the plan's prediction.
         rules: The rules that split it.
         others: Other specs, fastest first.
+        how: What the numbers are.
     """
 
     path: str
     chosen: Alternative
     rules: tuple[str, ...]
     others: tuple[Alternative, ...]
+    how: str = "predicted"
 
     def __str__(self) -> str:
         why = ", ".join(self.rules) or "no rule splits it"
         table = TextTable(
             f"{self.path}: {self.chosen.spec} ({why})",
-            columns("spec", "predicted step", "peak", "bytes sent", "against the plan"),
+            columns("spec", "step", "peak", "bytes sent", f"against the plan, {self.how}"),
         )
         self._add(table, self.chosen, "the plan")
         for other in self.others:
@@ -167,7 +169,12 @@ def explain_leaf(
     others.sort(key=lambda a: (a.prediction.time_s, a.prediction.peak_bytes, str(a.spec)))
     chosen = Alternative(to_partition_spec(chosen_spec), plan_prediction)
     rules = _splitting_rules(plan.layout, value, chosen_spec)
-    return LeafExplanation(path, chosen, rules, tuple(others))
+    return LeafExplanation(path, chosen, rules, tuple(others), _predicted_how(plan.layout))
+
+
+def _predicted_how(layout: Layout) -> str:
+    """What a prediction is of: the layout, as if it were stated inside the function too."""
+    return "predicted" if layout.inside else "predicted as if stated inside the function too"
 
 
 def _argument_leaf(plan: BoundPlan, path: str) -> Value:

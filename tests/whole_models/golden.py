@@ -55,14 +55,13 @@ def _version(text: str) -> list[int]:
 def make_row(plan: autoshard.Plan, replicated_bytes: int) -> Row:
     """What is written down of a plan."""
     won = winner_of(plan)
-    assert won.predicted is not None
     assert won.compiled is not None
     return {
         "rules": list(won.rules),
         "constraints": won.constraints,
         "origin": f"preset:{won.preset}" if won.is_preset else "search",
         "verified": plan.verified.ok,
-        "predicted_bytes": won.predicted.collective_bytes,
+        "predicted_bytes": won.predicted and won.predicted.collective_bytes,
         "compiled_bytes": won.compiled.collective_bytes,
         "collectives": {
             kind: sum(c.bytes for c in won.compiled.collectives if c.kind == kind)
@@ -80,10 +79,10 @@ def search_again(name: str) -> Row:
     replicated_bytes = replicated_peak_bytes(model)
     plan = search(model, replicated_bytes // 2)
     found = winner_of(plan).predicted
-    assert found is not None
     for candidate in plan.candidates:
         if (
-            candidate.is_preset
+            found is not None
+            and candidate.is_preset
             and candidate.constraints == "anchors"
             and candidate.predicted is not None
         ):
@@ -96,6 +95,11 @@ def search_again(name: str) -> Row:
                 f"({found.collective_bytes:,})"
             )
     return make_row(plan, replicated_bytes)
+
+
+def sent(count: int | None) -> str:
+    """Bytes in the table; layouts at arguments only are not predicted."""
+    return "" if count is None else f"{count:,}"
 
 
 def markdown(models: Mapping[str, Mapping[str, Any]]) -> str:
@@ -123,10 +127,10 @@ def markdown(models: Mapping[str, Mapping[str, Any]]) -> str:
         for which in sorted(entry["found"], key=_version):
             row = entry["found"][which]
             rules = "<br>".join(f"`{rule}`" for rule in row["rules"])
-            parts = ", ".join(f"{kind} {sent:,}" for kind, sent in row["collectives"].items())
+            parts = ", ".join(f"{kind} {count:,}" for kind, count in row["collectives"].items())
             lines.append(
                 f"| {which} | {row['origin']}, {row['constraints']}<br>{rules} | "
-                f"{row['predicted_bytes']:,} | "
+                f"{sent(row['predicted_bytes'])} | "
                 f"{row['compiled_bytes']:,} ({parts}) | {row['peak_bytes']:,} | "
                 f"{row['replicated_peak_bytes']:,} |"
             )
