@@ -6,7 +6,7 @@ by the factors of `sharding_rules` and by how loops pass values to their bodies)
 and its argument groups (parameters, optimizer state, data). A primitive that `sharding_rules` does
 not know gets a rule from what Shardy states for its lowering (`stated_rules`) or from a run on
 small arrays (`discovered_rules`); `infer_rules` tries both. A kernel gets one from its grid
-(`kernels`). `layout` is next.
+(`kernels`). What is applied to each shard by itself says `pieces`. `layout` is next.
 
 Imports: jax_internals, shardy, tracing.
 """

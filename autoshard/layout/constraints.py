@@ -4,8 +4,8 @@ At each anchor (contraction, convolution, gather, scatter) both operands and the
 stated as the factors of the equation are sharded, then the result in its own spec where the two
 differ; loop carries are stated in their own spec. One constraint on the result alone would leave
 XLA to shard the computation otherwise. Where a rule's mesh axis does not divide, the dimension is
-left UNCONSTRAINED, never pinned replicated. A kernel that the partitioner cannot split is put into
-a `shard_map`, where the layout shards one of its factors.
+left UNCONSTRAINED, never pinned replicated. What the partitioner cannot split is put into a
+`shard_map`, where the layout shards one of its factors: kernels, and anchors that run by pieces.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autoshard.axes.kernels import params_of_shard
 from autoshard.axes.logical_axes import LogicalAxes
+from autoshard.axes.pieces import can_be_cut, params_of_piece, runs_by_pieces
 from autoshard.axes.sharding_rules import FactorKind, ShardingRule, attention
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Fit
 from autoshard.layout.spec import Spec, to_partition_spec
-from autoshard.tracing.primitives import ANCHORS, CUT_KERNELS, SHIFTS
+from autoshard.tracing.primitives import ANCHORS, BY_PIECES, CUT_KERNELS, SHIFTS
 from autoshard.tracing.program import Body, Eqn, Value
 from autoshard.tracing.rewrite import Constraints, EqnConstraints, ShardMapCall
 from autoshard.tracing.source_lines import source_line
@@ -30,7 +32,13 @@ from autoshard.tracing.source_lines import source_line
 Factors = tuple[int, ...]
 """The factor of each dimension of an operand or result."""
 
-_LEAVE_REPLICATED_OPEN = ANCHORS - {"conv_general_dilated", *attention.RULES}
+_LEAVE_REPLICATED_OPEN = ANCHORS - {
+    *BY_PIECES,
+    *attention.RULES,
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "scatter",
+}
 """Anchors whose NEED_REPLICATION factors are left to the partitioner, which looks up rows of a
 split table without gathering it.
 
@@ -86,14 +94,19 @@ def leaves_open(primitive: str, rule: ShardingRule, factors: Sequence[int]) -> b
     )
 
 
-def closed_dims(primitive: str, rule: ShardingRule, factors: Sequence[int]) -> frozenset[int]:
+def closed_dims(eqn: Eqn, rule: ShardingRule, factors: Sequence[int]) -> frozenset[int]:
     """Dimensions of an operand that an anchor shifts: they are never open.
+
+    Nor is any dimension of what runs by pieces: in a `shard_map` nothing is left to the
+    partitioner.
 
     Where the factor sharding splits one otherwise than the operand's own spec, the operand is
     stated in its own spec before the reshard. Else the equation that computes it would take the
     sharding of this one, and so on back to the last anchor.
     """
-    if primitive not in SHIFTS and primitive != "conv_general_dilated":
+    if runs_by_pieces(eqn):
+        return frozenset(range(len(factors)))
+    if eqn.primitive not in SHIFTS and eqn.primitive != "conv_general_dilated":
         return frozenset()
     shifted = (FactorKind.PERMUTATION, FactorKind.NEED_REPLICATION)
     return frozenset(dim for dim, factor in enumerate(factors) if rule.kinds[factor] in shifted)
@@ -130,28 +143,40 @@ class _Sharded:
 
     def reshards_closed(self, own: Fit, factors: Factors) -> bool:
         """Whether an operand is split otherwise in its own spec, in a dimension that is shifted."""
-        closed = closed_dims(self.eqn.primitive, self.rule, factors)
+        closed = closed_dims(self.eqn, self.rule, factors)
         return any(own.spec[dim] != self.sharding.spec[factors[dim]] for dim in closed)
 
     def _axes_of_dims(self, factors: Factors) -> Spec:
         return tuple(self.sharding.spec[factor] for factor in factors)
 
     def _open_dims(self, factors: Factors) -> set[int]:
-        primitive, rule = self.eqn.primitive, self.rule
-        closed = closed_dims(primitive, rule, factors)
+        rule = self.rule
+        closed = closed_dims(self.eqn, rule, factors)
         open_dims = set()
         for dim, factor in enumerate(factors):
             is_misfit = factor in self.sharding.open_dims and dim not in closed
-            if is_misfit or leaves_open(primitive, rule, (factor,)):
+            if is_misfit or leaves_open(self.eqn.primitive, rule, (factor,)):
                 open_dims.add(dim)
         return open_dims
 
 
 def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     sharded = _Sharded(layout, eqn)
+    operands, before_reshard = _operands(layout, sharded)
+    call = _by_pieces(layout, sharded) if runs_by_pieces(eqn) else None
+    results = _results(layout, sharded) if call is None else _own_specs(layout, eqn, call)
+    if not operands and not results and call is None:
+        return None
+    return EqnConstraints(operands, results, call, before_reshard)
+
+
+def _operands(
+    layout: Layout, sharded: _Sharded
+) -> tuple[dict[int, PartitionSpec], dict[int, PartitionSpec]]:
+    """The spec of each operand as the computation needs it; and what is stated before that."""
     operands: dict[int, PartitionSpec] = {}
     before_reshard: dict[int, PartitionSpec] = {}
-    for i, value in enumerate(eqn.inputs):
+    for i, value in enumerate(sharded.eqn.inputs):
         if not value.shape or value.literal or not value.bytes:
             continue
         factors = sharded.rule.operands[i]
@@ -159,11 +184,7 @@ def _anchor(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
         own = layout.fit(value)
         if sharded.reshards_closed(own, factors):
             before_reshard[i] = to_partition_spec(own.spec, own.open_dims)
-
-    results = _results(layout, sharded)
-    if not operands and not results:
-        return None
-    return EqnConstraints(operands, results, before_reshard=before_reshard)
+    return operands, before_reshard
 
 
 def _results(layout: Layout, sharded: _Sharded) -> dict[int, tuple[PartitionSpec, ...]]:
@@ -209,34 +230,63 @@ def _own_spec(layout: Layout, value: Value) -> PartitionSpec:
     return to_partition_spec(fit.spec, fit.open_dims)
 
 
-# Kernels ------------------------------------------------------------------------------------------
+# In a shard_map -----------------------------------------------------------------------------------
+
+
+def _by_pieces(layout: Layout, sharded: _Sharded) -> ShardMapCall | None:
+    """An anchor in a shard_map; None where no factor that can be cut is split."""
+    eqn, rule = sharded.eqn, sharded.rule
+    shards = _shards_of_factors(sharded.sharding.spec, layout.problem.mesh_axes)
+    if not can_be_cut(eqn, rule, shards):
+        return None
+    return _shard_map_call(sharded, shards, params_of_piece(eqn, rule, shards))
 
 
 def _kernel(layout: Layout, eqn: Eqn) -> EqnConstraints | None:
     """A kernel in a shard_map; None where every device runs all of it."""
     sharded = _Sharded(layout, eqn)
     rule = sharded.rule
-    factor_spec = sharded.sharding.spec
-    shards = _shards_of_factors(factor_spec, layout.problem.mesh_axes)
-    summed = sorted(_factors_of(rule, FactorKind.REDUCTION) & shards.keys())
+    shards = _shards_of_factors(sharded.sharding.spec, layout.problem.mesh_axes)
+    summed = _factors_of(rule, FactorKind.REDUCTION) & shards.keys()
     # The results of the devices are added up by a psum; other reductions are not written.
     if not shards or (summed and rule.combine != "add"):
         return None
 
     operand_shapes = _shard_shapes(eqn.inputs, rule.operands, shards)
     result_shapes = _shard_shapes(eqn.outputs, rule.results, shards)
-    call = ShardMapCall(
+    params = params_of_shard(eqn, shards, operand_shapes, result_shapes)
+    call = _shard_map_call(sharded, shards, params)
+    return EqnConstraints({}, _own_specs(layout, eqn, call), call)
+
+
+def _shard_map_call(sharded: _Sharded, shards: Mapping[int, int], params: Any) -> ShardMapCall:
+    """The equation in a shard_map, split as its factors are; sums are added up.
+
+    Args:
+        sharded: The equation.
+        shards: By factor that is split, its shard count.
+        params: Its parameters as one device runs it.
+    """
+    rule = sharded.rule
+    summed = sorted(_factors_of(rule, FactorKind.REDUCTION) & shards.keys())
+    return ShardMapCall(
         operands=sharded.closed_specs(rule.operands),
         results=sharded.closed_specs(rule.results),
-        params=params_of_shard(eqn, shards, operand_shapes, result_shapes),
-        summed=tuple(axis for factor in summed for axis in factor_spec[factor]),
+        params=params,
+        summed=tuple(axis for factor in summed for axis in sharded.sharding.spec[factor]),
     )
+
+
+def _own_specs(
+    layout: Layout, eqn: Eqn, call: ShardMapCall
+) -> dict[int, tuple[PartitionSpec, ...]]:
+    """The own specs of the results that a shard_map leaves in another one."""
     results: dict[int, tuple[PartitionSpec, ...]] = {}
     for i, value in enumerate(eqn.outputs):
         own_spec = _own_spec(layout, value)
         if value.shape and own_spec != call.results[i]:
             results[i] = (own_spec,)
-    return EqnConstraints({}, results, call)
+    return results
 
 
 def _shards_of_factors(factor_spec: Spec, mesh_axes: Mapping[str, int]) -> dict[int, int]:

@@ -5,13 +5,13 @@ Most constraints of a plan repeat what the partitioner would propagate anyway. T
 far as Shardy's own passes (tens of milliseconds a try) then still give the same shardings of
 arguments and results and the same collectives; the compiled program confirms it. What is left is
 expressed in the source (`source_constraints`), so that a team can paste a few lines instead of
-running the tool.
+running the tool. A `shard_map` of the plan is no constraint: it is kept, and said where it goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from jax.sharding import PartitionSpec
@@ -28,7 +28,9 @@ from autoshard.report.source_constraints import (
 )
 from autoshard.report.source_expressions import Edits, SourceSpan, constraint_text, patch
 from autoshard.shardy.partition import Partitioned, partition
-from autoshard.tracing.rewrite import Constraints
+from autoshard.tracing.program import Program
+from autoshard.tracing.rewrite import Constraints, EqnConstraints
+from autoshard.tracing.source_lines import source_line
 from autoshard.tracing.trace import Traced
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ class MinimalConstraints:
         compiled: The compiled program with the constraints that are left; None if nothing was
             compiled.
         plan: The compiled program of the plan.
+        shard_maps: What runs in a `jax.shard_map`, with the specs of its operands and results.
     """
 
     constraints: tuple[SourceConstraint, ...]
@@ -54,6 +57,7 @@ class MinimalConstraints:
     tries: tuple[int, int]
     compiled: CompiledEvidence | None
     plan: CompiledEvidence | None
+    shard_maps: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool | None:
@@ -99,7 +103,7 @@ class MinimalConstraints:
             f"{self.stated} in the traced program) are needed; the compiled collectives are "
             f"{collectives}"
         )
-        return "\n".join([head, *(f"  {line}" for line in self.lines)])
+        return "\n".join([head, *(f"  {line}" for line in (*self.lines, *self.shard_maps))])
 
 
 def line_text(constraint: SourceConstraint) -> str:
@@ -136,11 +140,19 @@ def minimise(
     source_constraints = source_constraints_for(layout.problem.logical_axes.classes, stated)
     expressible = [c for c in source_constraints if c.expression is not None]
     passes = _Passes(traced, layout, mesh)
-    # As near to the plan as the source can express it; the compiler judges whether that is enough.
-    wanted = passes.outcome(as_constraints(expressible))
-    needed = fewest(expressible, lambda some: passes.outcome(as_constraints(some)) == wanted)
 
-    programs = _Programs(traced, layout, mesh, compiler_options, source_constraints)
+    def given(some: Sequence[SourceConstraint]) -> Constraints:
+        return _with_shard_maps(as_constraints(some), stated)
+
+    # As near to the plan as the source can express it; the compiler judges whether that is enough.
+    wanted = passes.outcome(given(expressible))
+    needed = fewest(expressible, lambda some: passes.outcome(given(some)) == wanted)
+
+    def compiles(some: Sequence[SourceConstraint]) -> CompiledEvidence:
+        built = build(traced, layout, mesh, given(some))
+        return compile_built(built, mesh, compiler_options=compiler_options).evidence
+
+    programs = _Programs(compiles, source_constraints)
     plan = None if compiled is None else compiled().evidence
     if plan is not None:
         collectives = plan.collectives
@@ -156,7 +168,29 @@ def minimise(
         compiled=None if plan is None else programs.evidence(needed),
         tries=(passes.tries, programs.tries),
         plan=plan,
+        shard_maps=tuple(_shard_maps(layout.problem.program, stated)),
     )
+
+
+def _with_shard_maps(constraints: Constraints, stated: Constraints) -> Constraints:
+    """The constraints, with the shard_maps of the plan."""
+    eqns = dict(constraints.eqns)
+    for index, of_plan in stated.eqns.items():
+        if of_plan.shard_map is not None:
+            eqns[index] = replace(eqns.get(index, EqnConstraints()), shard_map=of_plan.shard_map)
+    return replace(constraints, eqns=eqns)
+
+
+def _shard_maps(program: Program, stated: Constraints) -> Iterator[str]:
+    """A line for each shard_map of the plan, in program order; equal ones once."""
+    lines: dict[str, None] = {}
+    for eqn in program.eqns:
+        of_plan = stated.eqns.get(eqn.index)
+        if of_plan is not None and of_plan.shard_map is not None:
+            call = of_plan.shard_map
+            specs = f"in_specs={call.operands}, out_specs={call.results}"
+            lines[f"{source_line(eqn)}: {eqn.primitive} in a jax.shard_map, {specs}"] = None
+    yield from lines
 
 
 def _until_compiled(
@@ -213,15 +247,10 @@ class _Programs:
 
     def __init__(
         self,
-        traced: Traced,
-        layout: Layout,
-        mesh: MeshInfo,
-        compiler_options: CompilerOptions | None,
+        compiles: Callable[[Sequence[SourceConstraint]], CompiledEvidence],
         order: Sequence[SourceConstraint],
     ) -> None:
-        self._traced, self._layout, self._mesh = traced, layout, mesh
-        self._compiler_options = compiler_options
-        self._order = order
+        self._compiles, self._order = compiles, order
         self._evidence: dict[tuple[SourceConstraint, ...], CompiledEvidence] = {}
 
     @property
@@ -234,9 +263,7 @@ class _Programs:
         # In one order, so that a set is compiled once whichever way it was put together.
         key = tuple(sorted(some, key=self._order.index))
         if key not in self._evidence:
-            built = build(self._traced, self._layout, self._mesh, as_constraints(key))
-            compiled = compile_built(built, self._mesh, compiler_options=self._compiler_options)
-            self._evidence[key] = compiled.evidence
+            self._evidence[key] = self._compiles(key)
         return self._evidence[key]
 
 

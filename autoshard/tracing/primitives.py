@@ -19,6 +19,9 @@ class Trait(enum.Flag):
     """The partitioner runs it whole on every device unless a shard_map is around it."""
     CUT_KERNEL = enum.auto()
     """A kernel that is put into a shard_map where a factor of it is split."""
+    BY_PIECES = enum.auto()
+    """An anchor that is put into a shard_map where a factor of it is split: the partitioner would
+    gather it, or exchange it needlessly (see `axes.pieces`)."""
     OPENED = enum.auto()
     """The registry of sharding rules calls it opaque, but a rule may be inferred by running it."""
     COPIES = enum.auto()
@@ -69,6 +72,7 @@ _CALL = T.INLINED | T.ONE_TO_ONE
 _COPY = T.COPIES | T.SHIFTS | T.MOVES
 _EXPENSIVE = T.FUSES | T.EXPENSIVE
 _CUT_KERNEL = T.KERNEL | T.CUT_KERNEL
+_PIECES = T.ANCHOR | T.BY_PIECES
 
 TRAITS: dict[str, Trait] = {
     # contractions, look-ups, updates
@@ -85,6 +89,41 @@ TRAITS: dict[str, Trait] = {
     "scatter-max": T.ANCHOR | T.UPDATES,
     "scatter-min": T.ANCHOR | T.UPDATES,
     "scatter-mul": T.ANCHOR | T.UPDATES,
+    "scatter-sub": T.ANCHOR | T.INDEXES | T.UPDATES,
+    # sorts, scans and transforms of one dimension, for each of a batch
+    "approx_top_k": _PIECES,
+    "cumlogsumexp": _PIECES,
+    "cummax": _PIECES,
+    "cummin": _PIECES,
+    "cumprod": _PIECES,
+    "cumsum": _PIECES,
+    "fft": _PIECES,
+    "sort": _PIECES,
+    "top_k": _PIECES,
+    # linear algebra, for each matrix of a batch
+    "cholesky": _PIECES,
+    "cholesky_update": _PIECES,
+    "eig": _PIECES,
+    "eigh": _PIECES,
+    "geqp3": _PIECES,
+    "geqrf": _PIECES,
+    "hessenberg": _PIECES,
+    "householder_product": _PIECES,
+    "lu": _PIECES,
+    "lu_pivots_to_permutation": _PIECES,
+    "ormqr": _PIECES,
+    "qr": _PIECES,
+    "schur": _PIECES,
+    "svd": _PIECES,
+    "symmetric_product": _PIECES,
+    "triangular_solve": _PIECES,
+    "tridiagonal": _PIECES,
+    "tridiagonal_solve": _PIECES,
+    # element by element, in a loop until all elements are done
+    "igamma": _PIECES,
+    "igamma_grad_a": _PIECES,
+    "igammac": _PIECES,
+    "regularized_incomplete_beta": _PIECES,
     # copies and changes of shape
     "broadcast_in_dim": T.FUSES | T.MOVES,
     "concatenate": _COPY | T.BRANCHES,
@@ -94,12 +133,16 @@ TRAITS: dict[str, Trait] = {
     "rev": _COPY | T.FUSES,
     "slice": _COPY | T.FUSES | T.LOOKUP,
     "split": _COPY,
+    "stack": T.SHIFTS | T.MOVES | T.BRANCHES,
     "squeeze": T.FUSES | T.BITCAST,
     "stop_gradient": T.FUSES | T.BITCAST,
+    "tile": T.SHIFTS | T.MOVES,
     "transpose": T.FUSES | T.MOVES,
+    "unstack": T.SHIFTS | T.MOVES | T.LOOKUP,
     # reductions
     "argmax": T.REDUCES,
     "argmin": T.REDUCES,
+    "reduce": _PIECES | T.REDUCES,
     "reduce_and": T.REDUCES,
     "reduce_max": T.REDUCES,
     "reduce_min": T.REDUCES,
@@ -109,6 +152,9 @@ TRAITS: dict[str, Trait] = {
     "reduce_window_max": T.SHIFTS,
     "reduce_window_min": T.SHIFTS,
     "reduce_window_sum": T.SHIFTS,
+    "select_and_gather_add": T.SHIFTS,
+    "select_and_scatter": T.SHIFTS,
+    "select_and_scatter_add": T.SHIFTS,
     # element by element, cheap
     "abs": T.FUSES,
     "add": T.FUSES,
@@ -220,6 +266,7 @@ def with_trait(trait: Trait) -> frozenset[str]:
 ANCHORS = with_trait(Trait.ANCHOR)
 BITCASTS = with_trait(Trait.BITCAST)
 BRANCHING = with_trait(Trait.BRANCHES)
+BY_PIECES = with_trait(Trait.BY_PIECES)
 COPIES = with_trait(Trait.COPIES)
 CUT_KERNELS = with_trait(Trait.CUT_KERNEL)
 EXPENSIVE = with_trait(Trait.EXPENSIVE)

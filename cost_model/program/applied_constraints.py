@@ -217,7 +217,7 @@ class AppliedColumns:
             if eqn.primitive in SHIFTS:
                 rule = self._rules[eqn.index]
                 for value, factors in zip(eqn.outputs, rule.results, strict=True):
-                    shifted = closed_dims(eqn.primitive, rule, factors)
+                    shifted = closed_dims(eqn, rule, factors)
                     self._shifted_by_producer[value.index] = shifted
         self._numbers: dict[_AppliedColumn, int] = {}
         self._padded: _Tables | None = None  # built when first used after the last new column
@@ -303,7 +303,7 @@ class AppliedColumns:
 
     def _constraint(self, reader: Reader) -> _Constraint:
         eqn, factors = reader
-        shifted = closed_dims(eqn.primitive, self._rules[eqn.index], factors)
+        shifted = closed_dims(eqn, self._rules[eqn.index], factors)
         return _Constraint(self._placements.factor_column(eqn), factors, shifted)
 
     def _agreed(self, tables: _Tables, number: Array, index: Index) -> tuple[Assignment, Mask]:

@@ -279,6 +279,8 @@ class _Builder:
             len(eqn.inputs),  # where results begin among the places
             tuple(places),
             exchanges(eqn, rule),
+            # an update at a position that the compiler knows costs otherwise
+            tuple(v.literal for v in eqn.inputs) if eqn.primitive in UPDATES else (),
         )
 
 

@@ -65,7 +65,7 @@ class CostTables:
             applied: Constraints that are applied to producers.
             backend: Which collectives there are.
         """
-        context = Context.of(problem, placements, applied)
+        context = Context.of(problem, placements, applied, backend)
         self.slots = CollectiveSlots(hardware, placements, problem.mesh_axes)
         self.copy_columns = CopyColumns(len(classes.equation_classes))
         self._equations = EquationCosts(context, hardware, backend, classes.equation_classes)

@@ -28,12 +28,14 @@ from autoshard.cost_model.program.applied_constraints import (
     unsplit,
 )
 from autoshard.cost_model.program.equation_classes import EquationClass
+from autoshard.cost_model.program.propagation import STATED
 from autoshard.cost_model.program.ragged import Ragged
 from autoshard.cost_model.step_time.collective_tables import ClassCosts, CollectiveBatch
 from autoshard.cost_model.step_time.halo_tables import TransposedExchanges
 from autoshard.cost_model.step_time.operand_tables import (
     Context,
     OperandTable,
+    is_among,
     result_spec,
 )
 from autoshard.cost_model.step_time.temporaries import Temporaries
@@ -96,7 +98,12 @@ class EquationCosts:
         self._has_reduce_scatter = backend.has_reduce_scatter
         self._prepare_classes(hardware, backend)
         self._prepare_operands()
-        self._transposed = TransposedExchanges(context, [c.eqn for c in classes])
+        eqns = [c.eqn for c in classes]
+        self._transposed = TransposedExchanges(context, eqns)
+        self._gathered = context.gathered(eqns)
+        # [classes]: whether some are gathered though the layout states that they are split
+        stated = np.array([eqn.primitive in STATED for eqn in eqns], dtype=bool)
+        self._gathers_slices = stated & (self._gathered >= 0).any(axis=1)
 
     def _prepare_classes(self, hardware: Hardware, backend: Backend) -> None:
         context, count = self._context, len(self._classes)
@@ -123,7 +130,11 @@ class EquationCosts:
             self._op_s[i] = equation_class.unfused_share * hardware.op_s
             self._factors_column[i] = context.columns.of_eqn(eqn)
             self._copies[i] = eqn.primitive in COPIES
-            self._arg_reduces[i] = context.rules[eqn.index].combine == ARG_REDUCTION
+            takes_best = context.rules[eqn.index].combine == ARG_REDUCTION
+            # the partitioner does the same with a reduction of several operands
+            self._arg_reduces[i] = takes_best or (
+                eqn.primitive == "reduce" and len(eqn.outputs) > 1
+            )
             # the partitioner adds the partial results of a contraction factor by factor
             self._sums_by_factor[i] = eqn.primitive in ANCHORS and not backend.folds_all_reduces
 
@@ -154,16 +165,41 @@ class EquationCosts:
             number: [n] the classes.
             index: [n, mesh axes + 1] a layout for each, as rows of `Placements`.
         """
-        computation = self._context.columns.assignment(index, self._factors_column[number])
+        computation = self._context.computation(
+            index, self._factors_column[number], self._gathered[number]
+        )
         read = self._read_bytes(number, index, computation)
         results = self._results_under(number, index, computation)
         compute_s = self._compute_s(number, computation, read, results)
 
         collectives = CollectiveBatch(self._context.specs)
+        self._add_gathers_of_slices(collectives, number, index)
         scattered = self._add_sums(collectives, results)
         resharded = self._add_reshards(collectives, results)
         temporaries = self._temporaries(number, results, scattered, resharded)
         return ClassCosts(compute_s, self._runs[number], collectives, temporaries)
+
+    def _add_gathers_of_slices(
+        self, collectives: CollectiveBatch, number: Array, index: Index
+    ) -> None:
+        """Adds what brings together operands that are whole, but stated as the layout splits them.
+
+        Where they are split before, the gather is that of the value.
+        """
+        specs = self._context.specs
+        some = np.flatnonzero(self._gathers_slices[number])
+        position, entry = self._operands_of.of(number[some])
+        if not len(entry):
+            return
+        owner = some[position]
+        stated = self._operands.stated(entry, index[owner])
+        dims = self._operands.dims_of_factors(entry, stated)
+        gathered = is_among(self._gathered[number[owner]], stated) & (dims >= 0)
+        sliced = gathered & (self._operands.current(entry, index[owner]).dims < 0)
+        axis_set = np.asarray(sliced @ (1 << np.arange(sliced.shape[1])), dtype=np.int64)
+        kept = specs.axis_set(unsplit(dims, gathered))
+        full_bytes = self._operands.bytes[entry] // specs.shard_count[kept]
+        collectives.add("all_gather", owner, axis_set, full_bytes)
 
     def _read_bytes(self, number: Array, index: Index, computation: Assignment) -> Floats:
         """[n] bytes that one device reads from memory."""
@@ -237,7 +273,8 @@ class EquationCosts:
         specs = self._context.specs
         local, owner = results.local, results.owner
 
-        # an arg-reduction gathers the best of each shard: where it is, and what it is
+        # an arg-reduction gathers the best of each shard: where it is, and what it is; so does a
+        # reduction of several operands
         picked_over = np.where(self._arg_reduces[results.number], results.partial_over, 0)
         shards = specs.shard_count[picked_over]
         collectives.add("all_gather", owner, picked_over, local * shards)
@@ -259,6 +296,8 @@ class EquationCosts:
         arg_reductions = results.number[self._arg_reduces[results.number]]
         for number in np.unique(arg_reductions).tolist():
             eqn = self._classes[number].eqn
+            if eqn.primitive == "reduce":
+                continue  # what its results stand for is a result itself
             same = results.number == number
             elements = results.local[same] // eqn.outputs[0].itemsize
             picked[same] = elements * eqn.inputs[0].itemsize

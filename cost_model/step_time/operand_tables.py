@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.axes.sharding_rules import ShardingRule
+from autoshard.cost_model.hardware.backend import Backend
 from autoshard.cost_model.program.applied_constraints import (
     AppliedColumns,
     AppliedConstraints,
@@ -26,11 +27,13 @@ from autoshard.cost_model.program.applied_constraints import (
     look_up,
     unsplit,
 )
+from autoshard.cost_model.program.gathered_factors import gathered_factors
 from autoshard.cost_model.step_time.reshard import Specs
 from autoshard.layout.constraints import closed_dims
+from autoshard.layout.narrow import Narrow
 from autoshard.layout.placements import OPEN, Placements
 from autoshard.layout.problem import Problem
-from autoshard.tracing.program import Value
+from autoshard.tracing.program import Eqn, Value
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,20 +45,55 @@ class Context:
         columns: Columns of values and of factors under applied constraints.
         specs: Numbers of specs.
         rules: By `Eqn.index`, the sharding rule.
+        backend: Whose partitioner it is.
     """
 
     placements: Placements
     columns: AppliedColumns
     specs: Specs
     rules: Sequence[ShardingRule]
+    backend: Backend
 
     @classmethod
-    def of(cls, problem: Problem, placements: Placements, applied: AppliedConstraints) -> Context:
+    def of(
+        cls,
+        problem: Problem,
+        placements: Placements,
+        applied: AppliedConstraints,
+        backend: Backend,
+    ) -> Context:
         """The context of a problem."""
         rules = problem.logical_axes.classes.rules
         max_rank = max((len(v.shape) for v in problem.program.values), default=0)
         columns = AppliedColumns(problem, placements, applied)
-        return cls(placements, columns, Specs(placements, max_rank), rules)
+        return cls(placements, columns, Specs(placements, max_rank), rules, backend)
+
+    def gathered(self, eqns: Sequence[Eqn]) -> Narrow:
+        """[equations, gathered factors] those that the partitioner gathers if they are split."""
+        rules, backend = self.rules, self.backend
+        gathered = [sorted(gathered_factors(eqn, rules[eqn.index], backend)) for eqn in eqns]
+        return factor_rows(gathered, self.placements.dtype)
+
+    def computation(self, index: Index, columns: Array, gathered: Narrow) -> Assignment:
+        """How equations are computed: the factor of each mesh axis.
+
+        Args:
+            index: [n, mesh axes + 1] rows of `Placements`.
+            columns: [n] columns of the factors.
+            gathered: [n, gathered factors] from `gathered`.
+        """
+        dims, order = self.columns.assignment(index, columns)
+        return Assignment(unsplit(dims, is_among(gathered, dims)), order)
+
+
+def is_among(factors: Narrow, split: Dims) -> Mask:
+    """[n, mesh axes] whether a mesh axis splits one of these factors.
+
+    Args:
+        factors: [n, factors] from `factor_rows`.
+        split: [n, mesh axes] factors that mesh axes split.
+    """
+    return np.asarray((factors[:, None, :] == split[:, :, None]).any(axis=2))
 
 
 class OperandTable:
@@ -90,20 +128,25 @@ class OperandTable:
             self._factors_column[i] = context.columns.of_eqn(eqn)
             self._value_column[i] = context.columns.of_value(value)
             self.bytes[i] = value.bytes
-            closed = closed_dims(eqn.primitive, context.rules[eqn.index], factors)
+            closed = closed_dims(eqn, context.rules[eqn.index], factors)
             self._closed[i, sorted(closed)] = True
             self._sizes[i, : len(factors)] = value.shape
         devices = int(np.prod(context.placements.sizes, dtype=np.int64))
         # [entries]: whether some mesh axes do not divide some dimension
         self._uneven = (self._sizes % devices != 0).any(axis=1)
+        self._gathered = context.gathered([reader.eqn for _, reader in entries])
 
     def current(self, entry: Array, index: Index) -> Assignment:
         """The specs of entries' values in layouts, as rows of `Placements`."""
         return self._context.columns.assignment(index, self._value_column[entry])
 
+    def stated(self, entry: Array, index: Index) -> Dims:
+        """[n, mesh axes] the factors that layouts split, gathered ones too."""
+        return self._context.columns.assignment(index, self._factors_column[entry]).dims
+
     def computation(self, entry: Array, index: Index) -> Assignment:
         """How the equations of entries are split in layouts: the factor of each mesh axis."""
-        return self._context.columns.assignment(index, self._factors_column[entry])
+        return self._context.computation(index, self._factors_column[entry], self._gathered[entry])
 
     def dims_of_factors(self, entry: Array, factors: Dims) -> Dims:
         """[n, mesh axes] the dimensions over which those factors run that mesh axes split."""

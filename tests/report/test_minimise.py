@@ -140,6 +140,21 @@ def test_source_constraints_state_all_that_the_plan_states(mesh_4x2: Mesh) -> No
     assert expressed.eqns == stated.eqns
 
 
+def best_rows(x: Array, w: Array) -> Array:
+    return jax.lax.top_k(x @ w, 2)[0]
+
+
+def test_what_runs_by_pieces_is_said_to(mesh_4x2: Mesh) -> None:
+    args = np.ones((16, 8), np.float32), np.ones((8, 8), np.float32)
+    plan = autoshard.apply(best_rows, args, mesh_4x2, ["x.0->data", "x.0->model"])
+    minimal = plan.minimise()
+    assert minimal.same
+    assert minimal.constraints == ()
+    (line,) = minimal.shard_maps
+    assert "top_k in a jax.shard_map, in_specs=" in line
+    assert line in str(minimal)
+
+
 def test_a_plan_of_arguments_only_needs_nothing(mesh_4x2: Mesh) -> None:
     plan = autoshard.apply(
         models.mlp_step, models.mlp_args(), mesh_4x2, "fsdp", constraints="arguments"

@@ -143,23 +143,26 @@ def dynamic_update_slice(eqn: Eqn) -> ShardingRule:
 
 
 def tile(eqn: Eqn) -> ShardingRule:
-    """Repeated dimensions are PERMUTATION."""
+    """Repeated dimensions are PERMUTATION, and never cut."""
     reps = ints(eqn.params["reps"])
     rank = len(eqn.outputs[0].shape)
     if len(eqn.inputs[0].shape) != rank:  # repetition makes new dimensions as well
         return replicated_rule(eqn)
-    return _permuting(eqn, [dim for dim, n in enumerate(reps[-rank:]) if n != 1])
+    builder = RuleBuilder.of(eqn)
+    for dim, n in enumerate(reps[-rank:]):
+        builder.add_factor(_kind(n != 1), [(0, dim)], [(0, dim)], max_shards=1 if n != 1 else None)
+    return builder.build()
 
 
 def stack(eqn: Eqn) -> ShardingRule:
-    """Operands of one shape along a new dimension, which is PERMUTATION as in concatenate."""
+    """Operands of one shape along a new dimension, which is PERMUTATION, and never cut."""
     builder = RuleBuilder.of(eqn)
     axis = int(eqn.params["axis"])
     for dim in range(len(builder.operands[0])):
         operands = [(i, dim) for i in builder.all_operands]
         position = dim + (dim >= axis)
         builder.add_factor(FactorKind.PASS_THROUGH, operands, [(0, position)])
-    builder.add_factor(FactorKind.PERMUTATION, results=[(0, axis)])
+    builder.add_factor(FactorKind.PERMUTATION, results=[(0, axis)], max_shards=1)
     return builder.build()
 
 
@@ -170,7 +173,7 @@ def unstack(eqn: Eqn) -> ShardingRule:
     for position, dim in enumerate(other_dims(len(builder.operands[0]), (axis,))):
         results = [(i, position) for i in builder.all_results]
         builder.add_factor(FactorKind.PASS_THROUGH, [(0, dim)], results)
-    builder.add_factor(FactorKind.PERMUTATION, [(0, axis)])
+    builder.add_factor(FactorKind.PERMUTATION, [(0, axis)], max_shards=1)
     return builder.build()
 
 

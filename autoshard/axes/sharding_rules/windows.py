@@ -51,15 +51,18 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
     image, kernel, out = ints(numbers.lhs_spec), ints(numbers.rhs_spec), ints(numbers.out_spec)
 
     out_features: list[Place] = [(1, kernel[0])]
+    groups = None
     if int(eqn.params["batch_group_count"]) > 1:
         out_features.append((0, image[0]))
+        groups = int(eqn.params["batch_group_count"])
     else:
         builder.add_factor(FactorKind.PASS_THROUGH, [(0, image[0])], [(0, out[0])])
     if int(eqn.params["feature_group_count"]) > 1:
         out_features.append((0, image[1]))
+        groups = int(eqn.params["feature_group_count"])
     else:
         builder.add_factor(FactorKind.REDUCTION, [(0, image[1]), (1, kernel[1])])
-    builder.add_factor(FactorKind.PASS_THROUGH, out_features, [(0, out[1])])
+    builder.add_factor(FactorKind.PASS_THROUGH, out_features, [(0, out[1])], max_shards=groups)
 
     space = zip(image[2:], kernel[2:], out[2:], strict=True)
     for axis, (image_dim, kernel_dim, out_dim) in enumerate(space):
