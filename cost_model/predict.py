@@ -142,7 +142,8 @@ class Predictor:
         )
         self._arguments: Counter[tuple[int, Group]] = Counter()  # global bytes by column and group
         for value, group in zip(program.body.inputs, problem.groups.of_input, strict=True):
-            self._arguments[column_of[value.index], group] += value.bytes
+            if backend.shares_host_memory or not value.on_host:
+                self._arguments[column_of[value.index], group] += value.bytes
 
     @property
     def points(self) -> int:

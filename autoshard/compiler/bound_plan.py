@@ -344,4 +344,5 @@ def _private(leaf: Any, sharding: NamedSharding) -> Any:
     here = leaf.sharding.devices_indices_map(leaf.shape)
     there = sharding.devices_indices_map(leaf.shape)
     shared = any(here.get(device) == index for device, index in there.items())
-    return placed.copy() if shared else placed
+    # A copy is made on the devices, also of what is kept elsewhere.
+    return put(placed.copy(), sharding) if shared else placed

@@ -52,6 +52,11 @@ class Built:
     avals: tuple[jax.ShapeDtypeStruct, ...]
     jit: Callable[..., Any]
 
+    def in_same_memory(self, carry: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Of pairs (input leaf, output leaf) those whose output can be passed on as it is."""
+        ins, outs = self.in_shardings, self.out_shardings
+        return [(i, o) for i, o in carry if ins[i].memory_kind == outs[o].memory_kind]
+
     def lower(self) -> jax.stages.Lowered:
         """Lowers for the shapes it was traced for."""
         lowered: jax.stages.Lowered = self.jitted.lower(*self.avals)
@@ -155,8 +160,9 @@ def build(
         constraints = constraints_for(layout)
     jaxpr = insert_constraints(traced.program, constraints, mesh.auto)
     function = as_function(jaxpr, traced.program.name)
-    in_shardings = tuple(mesh.sharding(spec) for spec in layout.input_specs())
-    out_shardings = tuple(mesh.sharding(spec) for spec in layout.output_specs())
+    kinds = traced.call.memory_kinds
+    in_shardings = tuple(map(mesh.sharding, layout.input_specs(), kinds))
+    out_shardings = tuple(map(mesh.sharding, layout.output_specs(), traced.output_memory_kinds()))
     jit = functools.partial(
         jax.jit,
         _with_explicit_axes(function, layout, mesh, traced.program.name),
@@ -164,7 +170,18 @@ def build(
         out_shardings=list(out_shardings),
         donate_argnums=tuple(i for i, donated in enumerate(traced.call.donated) if donated),
     )
-    return Built(jit(), function, in_shardings, out_shardings, traced.call.avals, jit)
+    avals = tuple(map(_in_memory, traced.call.avals, in_shardings, kinds))
+    return Built(jit(), function, in_shardings, out_shardings, avals, jit)
+
+
+def _in_memory(
+    aval: jax.ShapeDtypeStruct, sharding: NamedSharding, kind: str | None
+) -> jax.ShapeDtypeStruct:
+    """An abstract argument; only a sharding says that it is not in the devices' own memory."""
+    if kind is None:
+        return aval
+    weak = bool(aval.weak_type)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
 def _with_explicit_axes(

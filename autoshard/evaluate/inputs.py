@@ -46,12 +46,18 @@ class Inputs:
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self.call.leaves)
 
     def place(self, shardings: Sequence[Sharding]) -> list[jax.Array]:
-        """Fresh arrays with these shardings; the user's own arrays are never handed out.
+        """Fresh arrays with these shardings, each in its own memory; the user's own arrays are
+        never handed out.
 
         Arrays that several processes have parts of are moved by all of them: they must all come
         here.
         """
-        return [self._place(i, sharding) for i, sharding in enumerate(shardings)]
+        kinds = self.call.memory_kinds
+        arrays = []
+        for number, (sharding, kind) in enumerate(zip(shardings, kinds, strict=True)):
+            own = sharding if kind is None else sharding.with_memory_kind(kind)
+            arrays.append(self._place(number, own))
+        return arrays
 
     def _place(self, number: int, sharding: Sharding) -> jax.Array:
         leaf, aval = self.call.leaves[number], self.call.avals[number]

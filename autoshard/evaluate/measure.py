@@ -86,9 +86,10 @@ class _Runner:
         sync: Callable[[], None],
     ) -> None:
         self._name, self._peers, self._sync = name, peers, sync
-        self._compiled, self._inputs, self._carry = compiled, inputs, carry
+        self._compiled, self._inputs = compiled, inputs
+        self._carry = compiled.built.in_same_memory(carry)
         self._donated = [i for i, gone in enumerate(inputs.call.donated) if gone]
-        carried = {source for source, _ in carry}
+        carried = {source for source, _ in self._carry}
         self._feeds = all(i in carried for i in self._donated)
         self._keep = keep
         self._leaves: list[jax.Array] | None = None

@@ -314,8 +314,9 @@ def _nudged(
 
 def _nudged_leaf(leaf: jax.Array, rng: np.random.Generator) -> jax.Array:
     scale = 1.0 + epsilon(leaf.dtype) * rng.integers(-1, 2, leaf.shape)
-    shards = []
+    shards, kind = [], leaf.sharding.memory_kind
     for shard in leaf.addressable_shards:
         moved = np.asarray(shard.data).astype(np.float64) * scale[shard.index]
-        shards.append(jax.device_put(moved.astype(leaf.dtype), shard.device))
+        place = SingleDeviceSharding(shard.device, memory_kind=kind)
+        shards.append(jax.device_put(moved.astype(leaf.dtype), place))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)

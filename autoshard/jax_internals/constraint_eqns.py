@@ -15,9 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.jax_internals.jaxprs import (
+    HOST_KIND,
     JaxprEqn,
     Var,
     as_call,
+    is_on_host,
     map_jaxprs,
     open_jaxpr,
     replace_jaxpr,
@@ -41,19 +43,20 @@ class ConstraintMaker:
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self._mesh = mesh
-        self._templates: dict[tuple[int, PartitionSpec], JaxprEqn] = {}
+        self._templates: dict[tuple[int, PartitionSpec, bool], JaxprEqn] = {}
 
     def __call__(self, source: Var, result: Var, spec: PartitionSpec, anchor: JaxprEqn) -> JaxprEqn:
         """The equation `result = sharding_constraint(source)`, with the source line of `anchor`."""
-        key = (len(source.aval.shape), spec)
+        key = (len(source.aval.shape), spec, is_on_host(source.aval))
         if key not in self._templates:
             self._templates[key] = self._traced(*key)
         return self._templates[key].replace(
             invars=[source], outvars=[result], source_info=anchor.source_info, ctx=anchor.ctx
         )
 
-    def _traced(self, rank: int, spec: PartitionSpec) -> JaxprEqn:
-        sharding = NamedSharding(self._mesh, spec)
+    def _traced(self, rank: int, spec: PartitionSpec, on_host: bool) -> JaxprEqn:
+        kind = HOST_KIND if on_host else None
+        sharding = NamedSharding(self._mesh, spec, memory_kind=kind)
         # Sizes that any spec divides; the equation itself does not hold them.
         aval = jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32)
         with _auto(self._mesh):

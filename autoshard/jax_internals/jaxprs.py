@@ -166,6 +166,31 @@ def is_ref(leaf: object) -> bool:
         return False
 
 
+HOST_KIND = "pinned_host"
+"""The memory kind that jax tracks in types; arrays in any other are those of the device to it."""
+
+
+def memory_kind_of(leaf: object) -> str | None:
+    """The memory kind of an argument leaf where it is not the device's own; else None."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return None if kind in (None, "device") else str(kind)
+
+
+def in_memory(aval: jax.ShapeDtypeStruct, kind: str | None) -> Any:
+    """An abstract argument as jax types it in a memory."""
+    if kind != HOST_KIND:
+        return aval
+    return jax.core.ShapedArray(
+        aval.shape, aval.dtype, bool(aval.weak_type), memory_space=jax.memory.Space.Host
+    )
+
+
+def is_on_host(aval: Any) -> bool:
+    """True for a value that jax keeps in the host's memory, by its type."""
+    space = getattr(aval, "memory_space", None)
+    return bool(space == jax.memory.Space.Host)
+
+
 def itemsize_of(aval: Any) -> int:
     """Bytes of one element of an abstract value on a device; 0 for tokens and float0."""
     dtype = getattr(aval, "dtype", None)

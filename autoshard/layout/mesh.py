@@ -99,9 +99,9 @@ class MeshInfo:
         explicit = self.explicit_axes
         return self.sharding(tuple(tuple(a for a in axes if a in explicit) for axes in spec))
 
-    def sharding(self, spec: Spec) -> NamedSharding:
-        """A NamedSharding on the user's mesh."""
-        return NamedSharding(self.user, to_partition_spec(spec))
+    def sharding(self, spec: Spec, memory_kind: str | None = None) -> NamedSharding:
+        """A NamedSharding on the user's mesh, in the devices' own memory unless told otherwise."""
+        return NamedSharding(self.user, to_partition_spec(spec), memory_kind=memory_kind)
 
 
 def resolve_mesh(mesh: Mesh | str) -> MeshInfo:

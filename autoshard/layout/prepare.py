@@ -219,6 +219,15 @@ def _notes_on_request(request: Request, traced: Traced, carry: CarryPairs) -> li
             f"{program.name} is written for Explicit axes: it was traced under them, and the "
             f"shardings that it states (out_sharding=, reshard) are {kept} as constraints"
         )
+    if traced.from_host:
+        kinds = zip(traced.program.input_paths, traced.call.memory_kinds, strict=True)
+        held = [path for path, kind in kinds if kind is not None]
+        notes.append(
+            f"{', '.join(held[:3])}{', ...' if len(held) > 3 else ''}: kept in the host's memory "
+            f"and copied to the devices as the step begins, since jax computes with no arrays of "
+            f"two memories; results come back on the devices. To send them back, return "
+            f"jax.device_put(new, jax.memory.Space.Host)."
+        )
     return notes
 
 

@@ -67,6 +67,7 @@ class _Builder:
             dtype=str(getattr(aval, "dtype", "token")),
             itemsize=jaxprs.itemsize_of(aval),
             literal=literal,
+            on_host=jaxprs.is_on_host(aval),
         )
         self._values.append(value)
         return value

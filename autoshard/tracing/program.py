@@ -29,6 +29,7 @@ class Value:
         dtype: Name of the dtype as jax prints it (`float32`, `bfloat16`, `key<fry>`).
         itemsize: Bytes of one element (a typed PRNG key counts its key data).
         literal: True for a scalar literal written into an equation.
+        on_host: True if it is in the host's memory, by its type, and not in a device's.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Value:
     dtype: str
     itemsize: int
     literal: bool = False
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:

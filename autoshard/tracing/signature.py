@@ -32,6 +32,7 @@ class Call:
     Attributes:
         leaves: The array leaves, in order.
         avals: Shape, dtype and weak type of each.
+        memory_kinds: The memory of each where that is not the device's own (`pinned_host`).
         treedef: Structure of `(args, kwargs)` with static arguments removed.
         statics: Static arguments by position or name.
         array_positions: Leaf number in `treedef` of each array leaf.
@@ -45,6 +46,7 @@ class Call:
 
     leaves: tuple[Any, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
+    memory_kinds: tuple[str | None, ...]
     treedef: Any
     statics: tuple[tuple[int | str, Any], ...]
     array_positions: tuple[int, ...]
@@ -70,6 +72,11 @@ class Call:
                 for a, b in zip(self.avals, other.avals, strict=True)
             )
         )
+
+    def typed_avals(self) -> list[Any]:
+        """Abstract leaves as jax types them, in their memories."""
+        pairs = zip(self.avals, self.memory_kinds, strict=True)
+        return [jaxprs.in_memory(aval, kind) for aval, kind in pairs]
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with these array leaves and the statics in their places."""
@@ -200,6 +207,7 @@ def flatten_call(
     return Call(
         leaves=tuple(arrays.leaves),
         avals=tuple(map(jaxprs.abstractify, arrays.leaves)),
+        memory_kinds=tuple(map(jaxprs.memory_kind_of, arrays.leaves)),
         treedef=treedef,
         statics=_statics(args, kwargs, static_positions, options.static_argnames),
         array_positions=tuple(arrays.positions),

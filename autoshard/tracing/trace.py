@@ -39,6 +39,8 @@ class Traced:
         out_tree: Structure of the outputs.
         static_outputs: Output leaves that are no arrays, by leaf number.
         num_outputs: Number of output leaves, those included.
+        from_host: True where arguments in the host's memory are copied to the devices first, since
+            jax cannot trace the function for them where they are.
     """
 
     call: Call
@@ -48,6 +50,12 @@ class Traced:
     out_tree: Any
     static_outputs: tuple[tuple[int, Any], ...]
     num_outputs: int
+    from_host: bool = False
+
+    def output_memory_kinds(self) -> tuple[str | None, ...]:
+        """The memory of each output leaf where that is not the device's own."""
+        outputs = self.program.body.outputs
+        return tuple(jaxprs.HOST_KIND if value.on_host else None for value in outputs)
 
     def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
         """The outputs as `fn` returns them."""
@@ -108,6 +116,7 @@ def trace(
         out_tree=flat_fn.out_tree,
         static_outputs=tuple(flat_fn.static_outputs),
         num_outputs=flat_fn.out_tree.num_leaves,
+        from_host=flat_fn.from_host,
     )
 
 
@@ -118,10 +127,12 @@ class _FlatFunction:
         out_tree: Structure of the result, once called.
         out_paths: Prefix and path of each array leaf of it.
         static_outputs: By number, its leaves that are no arrays.
+        from_host: True to copy arguments in the host's memory to the devices first.
     """
 
     def __init__(self, fn: Callable[..., Any], call: Call) -> None:
         self._fn, self._call = fn, call
+        self.from_host = False
         self.out_tree: Any = None
         self.out_paths: list[tuple[str, tuple[Any, ...]]] = []
         self.static_outputs: list[tuple[int, Any]] = []
@@ -129,6 +140,8 @@ class _FlatFunction:
     def flat(self, *leaves: Any) -> list[Any]:
         """The array leaves of the result of a call with these."""
         self.out_paths, self.static_outputs = [], []  # it may have been called before, and failed
+        if self.from_host:
+            leaves = tuple(map(_on_device, leaves, self._call.memory_kinds))
         args, kwargs = self._call.rebuild(leaves)
         result = self._fn(*args, **kwargs)
         with_paths, self.out_tree = jax.tree_util.tree_flatten_with_path(result)
@@ -140,6 +153,10 @@ class _FlatFunction:
                 arrays.append(leaf)
                 self.out_paths.append(("out", tuple(path)))
         return arrays
+
+
+def _on_device(leaf: Any, kind: str | None) -> Any:
+    return jax.device_put(leaf, jax.memory.Space.Device) if kind == jaxprs.HOST_KIND else leaf
 
 
 def _as_jax_traces(flat_fn: _FlatFunction, avals: Sequence[Any], mesh: Mesh | None) -> Any:
@@ -155,6 +172,20 @@ def _as_jax_traces(flat_fn: _FlatFunction, avals: Sequence[Any], mesh: Mesh | No
         return jax.make_jaxpr(flat_fn.flat)(*avals)
 
 
+def _traced_on_devices(flat_fn: _FlatFunction, call: Call, mesh: Mesh | None) -> Any:
+    """The closed jaxpr where arguments in the host's memory are copied to the devices first, which
+    jax does not do itself; None where there are none, or that is not what the function fails for.
+    """
+    if jaxprs.HOST_KIND not in call.memory_kinds:
+        return None
+    flat_fn.from_host = True
+    try:
+        return _as_jax_traces(flat_fn, call.typed_avals(), mesh)
+    except Exception:  # the caller raises what jax says of the function as it is
+        flat_fn.from_host = False
+        return None
+
+
 def _traced_for(
     flat_fn: _FlatFunction, name: str, call: Call, mesh: Mesh | None, own_mesh: Mesh | None
 ) -> tuple[Any, Any]:
@@ -165,10 +196,11 @@ def _traced_for(
     reshape), so Auto axes come first.
     """
     try:
-        closed = _as_jax_traces(flat_fn, call.avals, mesh)
+        closed = _as_jax_traces(flat_fn, call.typed_avals(), mesh)
     except Exception as error:
         failure = error
-    else:
+        closed = _traced_on_devices(flat_fn, call, mesh)
+    if closed is not None:
         return closed, closed
     if own_mesh is None:
         raise TraceError(_why_not_traced(flat_fn, name, call, failure)) from failure
@@ -199,7 +231,7 @@ def _one(error: Exception) -> str:
 def _why_not_traced(flat_fn: _FlatFunction, name: str, call: Call, error: Exception) -> str:
     """What jax says, and whether it says so without autoshard as well, which is tried."""
     try:
-        jax.jit(flat_fn.flat).trace(*call.avals)
+        jax.jit(flat_fn.flat).trace(*call.typed_avals())
     except Exception:
         alone = f"jax.jit({name}) fails as well, which was tried"
     else:

@@ -116,7 +116,8 @@ class _Builder:
     def _bytes(self, buffers: Iterable[Buffer]) -> Bytes:
         row = np.zeros(self._columns)
         for value, _ in buffers:
-            row[self._column_of(value)] += value.bytes
+            if self._backend.shares_host_memory or not value.on_host:
+                row[self._column_of(value)] += value.bytes
         return row
 
     def _visit(

@@ -76,12 +76,16 @@ class Clock:
     log: list[str] = field(default_factory=list)
 
     def candidate(self, name: str, takes: Callable[[int], float]) -> Any:
-        def executable(*leaves: Any) -> list[Any]:
+        def run(*leaves: Any) -> list[Any]:
             self.log.append(name)
             self.now += takes(self.log.count(name))
             return list(leaves)
 
-        return SimpleNamespace(executable=executable, built=SimpleNamespace(in_shardings=(name,)))
+        return SimpleNamespace(run=run, built=built(name))
+
+
+def built(name: str) -> Any:
+    return SimpleNamespace(in_shardings=(name,), in_same_memory=list)
 
 
 class Inputs:
@@ -173,7 +177,7 @@ def test_a_candidate_that_does_not_run_is_named(clock: Clock) -> None:
     def fails(*_: Any) -> Any:
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory\nmore")
 
-    broken = SimpleNamespace(executable=fails, built=SimpleNamespace(in_shardings=("b",)))
+    broken = SimpleNamespace(run=fails, built=built("b"))
     with pytest.raises(
         RunError, match=r"^b: MemoryError: RESOURCE_EXHAUSTED: out of memory$"
     ) as error:
