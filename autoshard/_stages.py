@@ -35,7 +35,6 @@ from autoshard.evaluate.effort import Effort
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.evaluation import Evaluation, Setting
 from autoshard.evaluate.evaluator import Evaluator, LocalEvaluator
-from autoshard.evaluate.inputs import inputs_for
 from autoshard.evaluate.multiprocess import (
     MultiProcessRunner,
     Outcome,
@@ -46,6 +45,7 @@ from autoshard.evaluate.multiprocess import (
 from autoshard.evaluate.selection import best_so_far, select
 from autoshard.evaluate.shared_evaluator import SharedEvaluator
 from autoshard.evaluate.target_selection import select_on_target
+from autoshard.evaluate.verification.inputs import inputs_for
 from autoshard.evidence.candidate import Status
 from autoshard.evidence.throughput import checked_samples
 from autoshard.layout.layout import Layout

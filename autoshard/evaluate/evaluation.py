@@ -26,6 +26,7 @@ from autoshard.cost_model.predict import Predictor
 from autoshard.evaluate.device_runner import Compared, DeviceRunner
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.measure import RunError, ratio_interval
+from autoshard.evaluate.verification.reference import Verdict
 from autoshard.evidence.candidate import (
     Candidate,
     CompiledEvidence,
@@ -353,24 +354,63 @@ class Evaluation:
             return
         self.setting.progress.doing(f"verifying {entry.name}", self.status())
         try:
-            other = self._other_layout(entry)
-            if other is None:
-                self.setting.runner.set_reference(None, "")
-            else:
-                self.setting.runner.set_reference(other.key, other.name)
+            other = self._set_reference(entry)
         except Exception as error:
             self.reference_failure = f"nothing to compare with: {one_line(error)}"
             return
         try:
             compared = self.setting.runner.compare(entry.key)
-            if other is not None and compared.agrees:
+            finding = ""
+            if other is None and not compared.agrees:
+                compared, finding = self._arbitrated(entry, compared)
+            elif other is not None and compared.agrees:
                 compared = self._compared_below(entry, compared)
         except Exception as error:
             self.reject(entry, f"running failed: {one_line(error)}")
             return
         entry.gain(entry.candidate.status, verified=compared.verified)
         if not compared.agrees:
-            self.reject(entry, _mismatch_text(compared.verified))
+            self.reject(entry, _mismatch_text(compared.verified) + finding)
+
+    def _set_reference(self, entry: Entry) -> Entry | None:
+        """Runs what a candidate is compared with: another layout, or (None) the unsharded
+        function, of which it notes what is wrong with it.
+        """
+        other = self._other_layout(entry)
+        if other is None:
+            self._note(self.setting.runner.set_reference(None, ""))
+        else:
+            self.setting.runner.set_reference(other.key, other.name)
+        return other
+
+    def _arbitrated(self, entry: Entry, compared: Compared) -> tuple[Compared, str]:
+        """What stands after a third opinion on a layout that differs from the unsharded function;
+        and where that is not decided, why.
+
+        If the function is what is wrong, candidates that agreed with it are compared again.
+        """
+        self.setting.progress.doing(f"{entry.name} differs, asking a third opinion", self.status())
+        arbitrated = self.setting.runner.arbitrate(entry.key, entry.layout, compared)
+        if arbitrated.verdict is Verdict.UNDECIDED:
+            return (
+                arbitrated.compared,
+                f" (which of the two is wrong is open: {arbitrated.finding})",
+            )
+        if arbitrated.verdict is Verdict.REFERENCE:
+            self._note(arbitrated.finding)
+            for other in self.entries:
+                if other.candidate.verified is not None and self.compiled_here(other):
+                    again = self.setting.runner.compare(other.key)
+                    other.gain(other.candidate.status, verified=again.verified)
+                    if not again.agrees:
+                        self.reject(other, _mismatch_text(again.verified))
+        return arbitrated.compared, ""
+
+    def _note(self, finding: str) -> None:
+        """Tells the user what is wrong with the reference, once."""
+        if finding and finding not in self.notes:
+            self.notes.append(finding)
+            self.setting.progress.say(finding)
 
     def _compared_below(self, entry: Entry, compared: Compared) -> Compared:
         """A comparison with another layout, and with the unsharded function at smaller sizes where

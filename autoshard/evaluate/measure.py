@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autoshard.compiler.compile import Compiled
-from autoshard.evaluate.inputs import Inputs
+from autoshard.evaluate.verification.inputs import Inputs
 from autoshard.evidence.candidate import Measured
 from autoshard.processes.process_group import SINGLE_PROCESS, Peers
 from autoshard.text import one_line

@@ -16,7 +16,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from autoshard import errors
 from autoshard.compiler.compile import Built, Compiled
 from autoshard.compiler.transfer import whole
 from autoshard.errors import AutoshardError, MeshError, ProcessesError
-from autoshard.evaluate.device_runner import Compared, DeviceRunner
+from autoshard.evaluate.device_runner import Arbitrated, Compared, DeviceRunner
 from autoshard.evidence.candidate import Candidate, Measured, Skipped
 from autoshard.evidence.throughput import Throughput
 from autoshard.jax_internals import coordination
@@ -179,10 +179,13 @@ class MultiProcessRunner(DeviceRunner):
             )
         return self.compiled[key]
 
-    def set_reference(self, other: str | None, name: str) -> None:
+    def set_reference(self, other: str | None, name: str) -> str:
         """Runs what is compared with; see `DeviceRunner`."""
         with self._step("set_reference", other=other, other_name=name):
-            self.process_group.run_on_all(lambda: DeviceRunner.set_reference(self, other, name))
+            findings = self.process_group.run_on_all(
+                lambda: DeviceRunner.set_reference(self, other, name)
+            )
+        return str(findings[0])
 
     def compare(self, key: str) -> Compared:
         """Compares on each process what it has of the outputs; see `DeviceRunner`."""
@@ -190,6 +193,23 @@ class MultiProcessRunner(DeviceRunner):
             return _worst(
                 self.process_group.run_on_all(lambda: _plain(DeviceRunner.compare(self, key)))
             )
+
+    def arbitrate(self, key: str, layout: Layout, compared: Compared) -> Arbitrated:
+        """A third opinion, the same on all processes; see `DeviceRunner`."""
+        with self._step(
+            "arbitrate",
+            key=key,
+            rules=_plain(layout.rules),
+            inside=layout.inside,
+            compared=_plain(compared),
+        ):
+            answers = msgspec.convert(
+                self.process_group.run_on_all(
+                    lambda: _plain(DeviceRunner.arbitrate(self, key, layout, compared))
+                ),
+                list[Arbitrated],
+            )
+        return replace(answers[0], compared=_worst([_plain(one.compared) for one in answers]))
 
     def compare_small(self, layout: Layout) -> tuple[Compared, int] | str:
         """The same at smaller sizes; see `DeviceRunner`."""
@@ -215,7 +235,7 @@ class MultiProcessRunner(DeviceRunner):
             return DeviceRunner.measure(self, keys, keep_inputs, late, on_round)
 
 
-ON_DEVICES = frozenset({"set_reference", "compare", "compare_small", "measure"})
+ON_DEVICES = frozenset({"set_reference", "compare", "arbitrate", "compare_small", "measure"})
 
 
 def follow(process_group: ProcessGroup, runner: DeviceRunner, interrupts: Interrupts) -> Outcome:
@@ -265,6 +285,11 @@ def _follow_step(
         )
     elif name == "compare":
         process_group.run_on_all(lambda: _plain(runner.compare(arguments["key"])))
+    elif name == "arbitrate":
+        compared = msgspec.convert(arguments["compared"], Compared)
+        process_group.run_on_all(
+            lambda: _plain(runner.arbitrate(arguments["key"], layout(), compared))
+        )
     elif name == "compare_small":
         process_group.run_on_all(lambda: _plain(runner.compare_small(layout())))
     elif name == "measure":

@@ -98,14 +98,14 @@ class CompiledEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Outcome of comparing outputs: the leaf with the largest error for its own tolerance.
+    """Outcome of comparing outputs: the element with the largest error for its own tolerance.
 
     Attributes:
-        max_abs_err: Largest absolute difference of any leaf.
-        tolerance: Tolerance of the leaf that came closest to (or went furthest over) its own.
-        against: `unsharded function`, or the second layout and the sizes at which the unsharded
-            function ran.
-        leaf: Path of that leaf.
+        max_abs_err: Its absolute difference.
+        tolerance: Its tolerance.
+        against: `unsharded function`; where the compiler gets that wrong, the function run op by op
+            (which is said); or the second layout and the sizes at which the unsharded function ran.
+        leaf: Path of its leaf.
     """
 
     max_abs_err: float

@@ -120,6 +120,8 @@ def parse_groups(text: str) -> Groups | None:
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     >>> parse_groups("mesh['x'=2,'y'=2] {'x'}").tolist()
     [[0, 2], [1, 3]]
+    >>> parse_groups("mesh['x'=2,'y'=2] {'y','x'}").tolist()
+    [[0, 2, 1, 3]]
     """
     if text.startswith("{{"):
         rows = [row for row in map(_numbers, text[: text.index("}}")].split("}")) if row]
@@ -142,11 +144,12 @@ def _mesh_groups(axes_text: str, devices_text: str | None, spanned_text: str) ->
 
     # Each mesh axis becomes three dimensions: before, in, and after the part that is spanned.
     shape: list[int] = []
-    inside: list[int] = []
+    middle: dict[str, int] = {}
     for name, full in sizes.items():
         before, size = spanned.get(name, (full, 1))
-        inside.append(len(shape) + 1)
+        middle[name] = len(shape) + 1
         shape += [before, size, full // (before * size)]
+    inside = [middle[name] for name in spanned]  # as they are named: the first one is outermost
     outside = [d for d in range(len(shape)) if d not in inside]
     group_size = math.prod(shape[d] for d in inside)
     devices = _mesh_devices(math.prod(sizes.values()), devices_text)

@@ -8,6 +8,7 @@ puts plain `Jaxpr` (which answers `.jaxpr` and `.consts` itself) and `ft_in`/`ft
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -46,6 +47,19 @@ def open_jaxpr(jaxpr: Any) -> Any:
 def consts_of(jaxpr: Any) -> Sequence[Any]:
     """The constants bound to the constvars of a closed jaxpr (none for a plain one)."""
     return tuple(getattr(jaxpr, "consts", ()))
+
+
+def all_inputs(jaxpr: Any) -> list[Var]:
+    """The variables of a plain jaxpr that its constants and its operands are bound to, in order."""
+    return [*jaxpr.constvars, *jaxpr.invars]
+
+
+def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """What was configured where an equation was traced (how random bits are made, what it runs
+    on).
+    """
+    manager: AbstractContextManager[Any] = eqn.ctx.manager
+    return manager
 
 
 def is_jaxpr(value: object) -> bool:

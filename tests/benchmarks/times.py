@@ -24,8 +24,8 @@ from scipy.stats import spearmanr
 from autoshard.cost_model.hardware.calibrate import calibrate
 from autoshard.cost_model.hardware.hardware import Hardware, cpu
 from autoshard.cost_model.hardware.step_components import summary_s
-from autoshard.evaluate.inputs import inputs_for
 from autoshard.evaluate.measure import measure
+from autoshard.evaluate.verification.inputs import inputs_for
 from tests.benchmarks.evidence_store import gather
 from tests.benchmarks.suite import Setting, setting
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.evaluate.inputs import Inputs, inputs_for
+from autoshard.evaluate.verification.inputs import Inputs, inputs_for
 from tests.models import decoder_args, decoder_loss
 from tests.stages import array, mesh_of, traced
 

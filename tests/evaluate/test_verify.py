@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.axes.axis_classes import axis_classes
 from autoshard.compiler.compile import build
-from autoshard.evaluate.inputs import inputs_for
-from autoshard.evaluate.verify import Reference, epsilon_of, longest_sum, reference_of, unsharded
+from autoshard.evaluate.verification.inputs import inputs_for
+from autoshard.evaluate.verification.reference import Reference, unsharded
+from autoshard.evaluate.verification.rounding import epsilon_of, longest_sum
 from autoshard.evidence.candidate import Verified
 from autoshard.layout.mesh import resolve_mesh
 from autoshard.layout.prepare import Prepared
@@ -33,7 +34,7 @@ def reference(fn: Callable[..., Any], args: Any) -> Reference:
     found = traced(fn, *args)
     inputs = inputs_for(found.call, found.program)
     reference_function = unsharded(found, inputs, resolve_mesh(mesh_of(**MESH)))
-    return reference_of(reference_function, axis_classes(found.program), inputs)
+    return Reference(reference_function, axis_classes(found.program), inputs)
 
 
 def compare(

@@ -269,7 +269,7 @@ def placing_fails(mesh: Any, own: int) -> dict[str, Any]:
 
 
 def wrong_numbers(mesh: Any, own: int) -> dict[str, Any]:
-    from autoshard.evaluate.verify import Reference
+    from autoshard.evaluate.verification.reference import Reference
     from autoshard.evidence.candidate import Verified
 
     def wrong(before: Any, *args: Any) -> Any:
