@@ -13,7 +13,7 @@ from jax import lax
 
 from autoshard.evaluate.verification import interpret
 from autoshard.evaluate.verification.interpret import TooLongError, each_alone, op_by_op
-from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
+from tests.models import mlp_args, mlp_step
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 
@@ -65,10 +65,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "randomness": (randomness, (X,)),
     "nested": (nested, (X,)),
     "mlp": (mlp_step, mlp_args(8, 4, 8)),
-    "decoder": (
-        decoder_step,
-        decoder_args(2, 4, layers=1, d=8, heads=2, ff=8, vocab=16),
-    ),
 }
 
 
