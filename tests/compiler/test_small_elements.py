@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.compiler.compile import bits_of, build, compile_built
-from autoshard.evaluate.inputs import inputs_for
+from autoshard.evaluate.verification.inputs import inputs_for
 from tests.stages import layout_of, mesh_of, prepared
 
 NAMES = ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"]
