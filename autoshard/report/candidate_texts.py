@@ -49,5 +49,6 @@ def candidate_texts(candidate: Candidate) -> CandidateTexts:
         texts["compiled_sent"] = bytes_text(candidate.compiled.collective_bytes)
     if candidate.measured is not None:
         texts["measured_time"] = seconds_text(candidate.measured.median_s)
-        texts["calls_per_s"] = f"{1 / candidate.measured.median_s:.3g}"
+        if candidate.measured.median_s > 0:  # a clock may be too coarse for a call
+            texts["calls_per_s"] = f"{1 / candidate.measured.median_s:.3g}"
     return CandidateTexts(**texts)

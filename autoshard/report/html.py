@@ -84,7 +84,7 @@ def leaf_bytes(leaf: Leaf) -> int:
     """Bytes of the whole array."""
     try:
         itemsize = jnp.dtype(leaf.dtype).itemsize
-    except TypeError:  # a typed random key
+    except (TypeError, ValueError):  # a typed random key, or no dtype of this jax
         itemsize = KEY_BYTES
     return itemsize * math.prod(leaf.shape)
 
@@ -186,7 +186,7 @@ def _shared(table: SpecTable) -> Markup:
 def _measured_against(winner: Candidate, presets: Sequence[Candidate]) -> list[Markup]:
     """The measured time beside that of the fastest preset; nothing where either has none."""
     others = [(preset.measured.median_s, preset) for preset in presets if preset.measured]
-    if winner.measured is None or not others:
+    if winner.measured is None or not others or not winner.measured.median_s:
         return []
     best_s, best = min(others, key=lambda other: other[0])
     ratio = best_s / winner.measured.median_s
@@ -241,7 +241,8 @@ def _cards(table: SpecTable, winner: Candidate | None) -> list[_Card]:
         if winner.measured:
             rounds = f"a call, measured ({winner.measured.rounds} rounds){stale}"
             cards.append(_Card(texts.measured_time, rounds))
-            cards.append(_Card(f"{texts.calls_per_s} / s", f"calls, measured{stale}"))
+            if texts.calls_per_s:
+                cards.append(_Card(f"{texts.calls_per_s} / s", f"calls, measured{stale}"))
         elif winner.predicted:
             cards.append(_Card(texts.predicted_time, f"a call, predicted{stale}"))
         if winner.compiled:

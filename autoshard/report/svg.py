@@ -73,7 +73,8 @@ def mesh_svg(axes: Mapping[str, int], stored: Mapping[str, int], bytes_text: _Te
         bytes_text: Bytes for people.
     """
     names, sizes = list(axes), list(axes.values())
-    positions = list(itertools.islice(itertools.product(*map(range, sizes)), MOST_DEVICES))
+    shown = [range(min(size, MOST_DEVICES)) for size in sizes]  # `product` makes lists of them
+    positions = list(itertools.islice(itertools.product(*shown), MOST_DEVICES))
     columns = sizes[-1] if sizes and sizes[-1] > 1 else math.ceil(math.sqrt(len(positions)))
     columns = min(columns, MOST_COLUMNS)
     devices = []

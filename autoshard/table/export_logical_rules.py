@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from autoshard.errors import TableError
 from autoshard.table.schema import Leaf
 from autoshard.table.spec_entry import mesh_axes_by_dim
 from autoshard.table.spec_table import SpecTable
@@ -48,6 +49,9 @@ def logical_rules(
     Args:
         order: The table's rules as text; names that come in them come first, in that order.
         leaves: The leaves.
+
+    Raises:
+        TableError: If a logical axis is called as another one would have to be.
     """
     usual = _usual_axes(leaves)
     rules: dict[str, Axes] = {}
@@ -58,7 +62,11 @@ def logical_rules(
             name = logical_axis
             if axes != usual[logical_axis]:
                 name = f"{logical_axis}:{'+'.join(axes) or 'whole'}"
-            rules[name] = axes
+            if rules.setdefault(name, axes) != axes:
+                raise TableError(
+                    f"{name!r} would be the name of dimensions over {rules[name]} and over {axes}: "
+                    f"rename that logical axis, or export another form."
+                )
             names[path].append(name)
     ranks: dict[str, int] = {}  # of logical axes, by the first rule that names them
     for rank, rule in enumerate(order):

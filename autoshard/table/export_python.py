@@ -124,13 +124,20 @@ def regex_rules(specs: Mapping[str, str]) -> list[tuple[str, str]]:
     [('^q/b$', "P('a')"), ('(^|/)b$', 'P()')]
     """
     cover = _Cover(specs)
-    cover.add(list(specs), 1)
+    cover.add(list(specs))
     cover.ends.sort(key=lambda rule: -rule[0].count("/"))  # longer ends are exceptions of shorter
     rules = cover.single + cover.ends
-    for path, spec in specs.items():
-        matched = next((its for pattern, its in rules if re.search(pattern, path)), None)
-        assert matched == spec, (path, matched, spec)
+    if not _exact(rules, specs):  # odd paths, such as an empty one: each for itself
+        rules = [(rf"\A{re.escape(path)}\Z", spec) for path, spec in specs.items()]
     return rules
+
+
+def _exact(rules: Sequence[tuple[str, str]], specs: Mapping[str, str]) -> bool:
+    """True if the first rule that matches a path gives its spec, for all paths."""
+    return all(
+        next((its for pattern, its in rules if re.search(pattern, path)), None) == spec
+        for path, spec in specs.items()
+    )
 
 
 class _Cover:
@@ -141,16 +148,19 @@ class _Cover:
         self.single: list[tuple[str, str]] = []
         self.ends: list[tuple[str, str]] = []
 
-    def add(self, paths: Sequence[str], length: int) -> None:
-        """Adds rules for paths, by ends of so many parts or more."""
-        by_end: dict[str, list[str]] = {}
-        for path in paths:
-            by_end.setdefault(_end(path, length), []).append(path)
-        for end, members in by_end.items():
-            if self._agree(members, length):
-                self._add_end(end, members)
-            else:
-                self.add(members, length + 1)
+    def add(self, paths: Sequence[str]) -> None:
+        """Adds rules for paths, by their last part, or by more where paths do not agree."""
+        pending: list[tuple[Sequence[str], int]] = [(paths, 1)]
+        while pending:
+            group, length = pending.pop()
+            by_end: dict[str, list[str]] = {}
+            for path in group:
+                by_end.setdefault(_end(path, length), []).append(path)
+            for end, members in by_end.items():
+                if self._agree(members, length):
+                    self._add_end(end, members)
+                else:
+                    pending.append((members, length + 1))
 
     def _agree(self, members: Sequence[str], length: int) -> bool:
         """True if the members have one spec but for one of them, or have no longer ends.

@@ -5,11 +5,14 @@ Golden files of each version are kept in tests/golden/tables.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import TableError
 from autoshard.table.schema import SCHEMA, TableData, checksum_of, plan_parts
+
+_BARE_UNCONSTRAINED = re.compile(r"(?<![\w.'\"])UNCONSTRAINED\b")
 
 
 def to_current(data: dict[str, Any], where: str) -> dict[str, Any]:
@@ -44,7 +47,17 @@ def _from_1(data: dict[str, Any]) -> dict[str, Any]:
     }
     plan: dict[str, Any] = {name: value for name, value in data.items() if name not in evidence}
     evidence["candidates"] = data.get("evidence", [])
-    return {"inside": [], **plan, "schema": 2, "outputs_like": {}, "evidence": evidence}
+    migrated = {"inside": [], **plan, "schema": 2, "outputs_like": {}, "evidence": evidence}
+    if isinstance(migrated["inside"], list):
+        migrated["inside"] = [_constraint_from_1(entry) for entry in migrated["inside"]]
+    return migrated
+
+
+def _constraint_from_1(entry: Any) -> Any:
+    """Schema 1 wrote `UNCONSTRAINED` in a spec, which Python does not know without its `P.`."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("spec"), str):
+        return entry
+    return {**entry, "spec": _BARE_UNCONSTRAINED.sub("P.UNCONSTRAINED", entry["spec"])}
 
 
 def _from_2(data: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ In the file a spec is written as MaxText's golden shardings and orbax write it: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec
@@ -13,6 +14,12 @@ from jax.sharding import PartitionSpec
 from autoshard.layout.spec import Spec
 
 SpecEntry = list[str | list[str] | None]
+
+_ESCAPE = r"""\\['"\\ntr]|\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U00(?:0[0-9a-f]|10)[0-9a-f]{4}"""
+_NAME = rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*'|"(?:[^"\\\n]|{_ESCAPE})*")"""
+_ENTRY = re.compile(rf"None|P\.UNCONSTRAINED|\(\)|{_NAME}|\({_NAME}(?:,|(?:, {_NAME})+)\)")
+_SPEC = re.compile(rf"P\((?:(?:{_ENTRY.pattern})(?:, (?:{_ENTRY.pattern}))*,?)?\)")
+"""A PartitionSpec as `partition_spec_text` writes it, and nothing that Python would run."""
 
 
 def spec_to_entry(spec: Spec) -> SpecEntry:
@@ -71,6 +78,21 @@ def partition_spec_text(spec: PartitionSpec) -> str:
         "P.UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in spec
     ]
     return f"P({', '.join(entries)})"
+
+
+def spec_text_rank(text: str) -> int | None:
+    """How many dimensions the text of a PartitionSpec names; None where it is another text.
+
+    Whoever pastes an exported constraint runs this text, so nothing else may be in it.
+
+    >>> spec_text_rank("P(P.UNCONSTRAINED, ('data', 'model'), None)")
+    3
+    >>> spec_text_rank("P(print('x'))") is None
+    True
+    """
+    if _SPEC.fullmatch(text) is None:
+        return None
+    return sum(1 for _ in _ENTRY.finditer(text[2:-1]))
 
 
 def _with_tuples(entry: SpecEntry) -> Iterable[str | tuple[str, ...] | None]:

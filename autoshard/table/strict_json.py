@@ -21,6 +21,10 @@ MAX_BYTES = 64 * 2**20
 """Most bytes of a file that is read: a table of 10,000 leaves is 3 MB (measured). Without it
 test_a_file_too_large_to_be_a_table_is_not_read fails."""
 
+MAX_DEPTH = 32
+"""Objects and lists inside each other: a table has 7 at most. Without it test_sizes_are_bounded
+ends in a RecursionError when the table is written again."""
+
 MAX_SHOWN = 500
 """Most characters of a file's own text in an error. Chosen by hand, no test depends on it."""
 
@@ -138,7 +142,26 @@ def parse(source: Source) -> dict[str, Any]:
             f"{where}: is no spec table: Expected `object`, got a JSON {type(data).__name__}. "
             f"Check the path."
         )
+    if _deeper_than(data, MAX_DEPTH):
+        raise TableError(
+            f"{where}: is no spec table: it is nested too deeply, more than {MAX_DEPTH} times. "
+            f"Check the path."
+        )
     return data
+
+
+def _deeper_than(data: Any, depth: int) -> bool:
+    """True if objects and lists are inside each other more than so many times."""
+    level: list[Any] = [data]
+    for _ in range(depth):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        level = [value for value in inner if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def _first_repeated(keys: list[str]) -> str:

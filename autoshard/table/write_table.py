@@ -18,6 +18,10 @@ quiet. Chosen by hand; test_numbers_of_the_evidence_are_rounded_so_that_a_diff_s
 it."""
 
 
+_REQUIRED = ("fingerprint", "verified", "versions")
+"""Fields of the evidence that a file must have, empty or not."""
+
+
 def write_table(table: TableData) -> str:
     """The text of the file."""
     inputs = {path: as_output(leaf) for path, leaf in table.inputs.items()}
@@ -63,7 +67,7 @@ def _evidence(table: TableData) -> str:
     for name, value in msgspec.to_builtins(table.evidence).items():
         if isinstance(value, list):
             rows[name] = _rows(map(_text, value), 4)
-        elif value not in ("", None):
+        elif value not in ("", None) or name in _REQUIRED:
             rows[name] = _text(value)
     return _object(rows)
 

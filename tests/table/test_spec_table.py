@@ -538,3 +538,33 @@ def test_numbers_of_the_evidence_are_rounded_so_that_a_diff_stays_quiet(table: S
     )
     assert '"median_s": 0.01235, "rounds": 7' in noisy.dumps()
     assert '"search_s": 1.235' in noisy.dumps()
+
+
+def like_many(data: dict[str, Any]) -> None:
+    data["outputs_like"] = {f"o{i}": "params" for i in range(1001)}
+
+
+BOUNDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a mesh of two to the 31": (lambda d: d["mesh"].update(axes={"data": 2**31, "model": 1}), "2147483648 devices"),
+    "a mesh in all": (lambda d: d["mesh"].update(axes={"data": 2**20, "model": 2}), "at most 1048576"),
+    "a leaf path": (lambda d: d["inputs"].update({"w" * 4097: SCALAR}), "4097 characters, 4096 at most"),
+    "likenesses": (like_many, "1001 subtrees are like others, 1000 at most"),
+    "depth": (lambda d: d["evidence"].update(candidates=[{"a": json.loads("[" * 40 + "]" * 40)}]), "more than 32 times"),
+    "a structured dtype": (lambda d: d["inputs"].update(w=SCALAR | {"dtype": "i4,f4"}), "'i4,f4' is the dtype of no array"),
+    "a dtype that is run": (lambda d: d["inputs"].update(w=SCALAR | {"dtype": "float32;"}), "dtype of no array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_sizes_are_bounded(what: str, table: SpecTable) -> None:
+    data = json.loads(table.dumps())
+    change, words = BOUNDS[what]
+    change(data)
+    with pytest.raises(TableError, match=words):
+        SpecTable.loads(json.dumps(data), "step.json")
+
+
+def test_empty_texts_of_the_evidence_are_written(table: SpecTable) -> None:
+    evidence = msgspec.structs.replace(table.evidence, fingerprint="", verified="")
+    empty = msgspec.structs.replace(table, evidence=evidence)
+    assert SpecTable.loads(empty.dumps()) == empty
