@@ -448,9 +448,11 @@ def evaluate_candidates(session: Session, proposed: ProposedSearch) -> Evaluated
 def _select(session: Session, proposed: ProposedSearch, evaluator: Evaluator) -> Entry:
     known = {} if proposed.study is None else proposed.study.known()
     evaluator.evaluation.add(proposed.proposals.ranked, known)
-    if session.compilers is not None:
-        return select_on_target(evaluator, session.query.effort)
-    return select(evaluator, session.query.effort)
+    chosen_by = select if session.compilers is None else select_on_target
+    winner = chosen_by(evaluator, session.query.effort)
+    if proposed.study is not None:
+        proposed.study.conclude(winner.candidate)
+    return winner
 
 
 # Finish -------------------------------------------------------------------------------------------

@@ -78,5 +78,9 @@ class StudyError(AutoshardError, ValueError):
     """A stored study belongs to another program, mesh or version."""
 
 
+class StorageAwayError(StudyError):
+    """The storage of a study cannot be reached; the same call may work later."""
+
+
 class ProcessesError(AutoshardError, RuntimeError):
     """The processes of one search (`jax.distributed`) differ, or one failed or does not answer."""

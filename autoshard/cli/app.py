@@ -1,8 +1,8 @@
 """The command line. Exit codes: 0 ok, 1 no feasible plan or a failed check, 2 usage; one line on
 standard error.
 
-Of several processes that search together, one that lost the others ends with code 70, and may be
-started again.
+Of several processes that search together, one that lost the others ends with code 70, and one that
+gave up a storage which was away with 75; either may be started again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,16 @@ from autoshard.cli.options import (
     Target,
     What,
 )
-from autoshard.errors import AutoshardError, NoFeasiblePlanError, ProcessesError, SearchFailedError
+from autoshard.errors import (
+    AutoshardError,
+    NoFeasiblePlanError,
+    ProcessesError,
+    SearchFailedError,
+    StorageAwayError,
+)
 from autoshard.plan import Plan
 from autoshard.processes.process_group import LOST
+from autoshard.processes.supervisor import AWAY
 from autoshard.search.study.passwords import remember_password, without_password
 from autoshard.text import printable
 from autoshard.version import own_version
@@ -218,6 +225,8 @@ def run(arguments: list[str]) -> int:
 def _exit_code(error: AutoshardError) -> int:
     if isinstance(error, ProcessesError):
         return LOST
+    if isinstance(error, StorageAwayError):
+        return AWAY
     if isinstance(error, NoFeasiblePlanError | SearchFailedError):
         return FAILED
     return USAGE

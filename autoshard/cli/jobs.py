@@ -40,7 +40,8 @@ from autoshard.cli.options import (
 from autoshard.errors import ArgumentError, StudyError
 from autoshard.evidence.candidate import winner_of
 from autoshard.plan import Plan
-from autoshard.processes.supervisor import supervise
+from autoshard.processes.supervisor import end_with_supervisor, supervise
+from autoshard.search.study.lease_watch import LEASE_S
 from autoshard.search.study.passwords import without_password
 from autoshard.search.study.status import status_json, status_of, status_text
 from autoshard.search.study.storage import (
@@ -48,16 +49,12 @@ from autoshard.search.study.storage import (
     open_storage,
     study_names,
 )
-from autoshard.search.study.task_queue import TaskQueue
+from autoshard.search.study.task_queue import LIMIT_S, TaskQueue
 from autoshard.text import seconds_text
 
 WATCH_S = 2.0
 """How often `status --watch` reads the study. Chosen by hand; `test_status_can_be_watched` waits
 for the second reading."""
-
-RUN_TIMEOUT_S = 3600.0
-"""How long verifying or measuring a candidate may take where a job says nothing else. Compiling
-what is to be run counts in; nothing that was ever seen to end took longer. Tests set their own."""
 
 
 def worker(  # noqa: PLR0913 - a command has as many options as its users need
@@ -79,7 +76,8 @@ def worker(  # noqa: PLR0913 - a command has as many options as its users need
     run_timeout: Annotated[
         float | None,
         typer.Option(
-            help="Seconds until verifying or measuring a candidate has failed.", show_default="3600"
+            help="Seconds until a task (compiling, verifying, measuring) has failed.",
+            show_default="3600",
         ),
     ] = None,
     restarts: Annotated[
@@ -95,6 +93,7 @@ def worker(  # noqa: PLR0913 - a command has as many options as its users need
         command = [sys.executable, "-m", "autoshard", *_without_restarts(sys.argv[1:])]
         raise typer.Exit(supervise([*command, "--restarts", "0"], restarts))
 
+    end_with_supervisor()
     capabilities = None if needs is None else tuple(part.strip() for part in needs.split(","))
     options = {
         "storage": storage,
@@ -112,7 +111,7 @@ def worker(  # noqa: PLR0913 - a command has as many options as its users need
     }
     job = read_job(what, options)
     if job.run_timeout_s is None:
-        job = job.updated({"run_timeout_s": RUN_TIMEOUT_S})
+        job = job.updated({"run_timeout_s": LIMIT_S})
     if job.storage is None:
         raise ArgumentError(
             "a worker needs the storage of its study: pass --storage, or name it in the job file."
@@ -172,6 +171,8 @@ def finish(  # noqa: PLR0913 - a command has as many options as its users need
         "lease_s": lease,
     }
     job = read_job(what, options)
+    if job.run_timeout_s is None:
+        job = job.updated({"run_timeout_s": LIMIT_S})
     if job.storage is None:
         raise ArgumentError(
             "there is no study to finish: pass --storage, or name it in the job file."
@@ -222,7 +223,7 @@ def status(
     time left.
     """
     name = study or _only_study(storage)
-    with TaskQueue(storage, name, create=False) as queue:
+    with TaskQueue(storage, name, read_only=True) as queue:
         if watch:
             with suppress(KeyboardInterrupt):
                 _watch(queue, name, as_json=as_json)
@@ -255,7 +256,7 @@ def _watch(queue: TaskQueue, name: str, *, as_json: bool) -> None:
 
 
 def _only_study(where: str) -> str:
-    storage = open_storage(where)
+    storage = open_storage(where, patience_s=LEASE_S, read_only=True)
     names = study_names(storage)
     close_storage(storage)
     if len(names) != 1:

@@ -3,15 +3,18 @@
 Started as `python -m autoshard.compiler.worker WHERE MEMORY_BYTES FD`. WHERE is a platform, for the
 devices that the process sees, a target as JSON, or empty where it only partitions. FD is one end of
 a `multiprocessing.Pipe`: what compilers and libraries print cannot get between the messages. It
-ends when the other end is closed, or when nothing was asked of it for a while.
+ends when the other end is closed, when nothing was asked of it for a while, and in the middle of a
+compilation when the search's process has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from autoshard.compiler.compile import Figures, figures_of
 from autoshard.devices.target import Target
 from autoshard.devices.topology import open_devices
 from autoshard.jax_internals import executables
+from autoshard.processes.child import end_with_parent
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition_module
 
 IDLE_LIMIT_S = 600.0
@@ -75,6 +79,7 @@ def main(where: str, memory_bytes: int, file_descriptor: int) -> None:
         memory_bytes: The process may allocate no more than this; 0 for no limit.
         file_descriptor: The pipe's end.
     """
+    threading.Thread(target=end_with_parent, args=[os.getppid()], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search decides what an interruption means
     with contextlib.suppress(OSError):
         # Where memory runs out, the kernel is to end this process (1000: first), not the search.

@@ -136,9 +136,15 @@ class SharedEvaluator:
             tasks[task_id] = self._task(kind, entry, evaluate, capability)
         records = self._study.queue.run(tasks, stop)
         for entry in entries:
-            record = records.get(TaskId(kind, (entry.key,)))
-            if record is not None:
-                _adopt(entry, candidates_of(record))
+            task_id = TaskId(kind, (entry.key,))
+            if task_id in records:
+                candidates = candidates_of(records[task_id])
+                if entry.key not in candidates:
+                    raise StudyError(
+                        f"the study is damaged: its record of {str(task_id)!r} is about "
+                        f"{', '.join(candidates) or 'nothing'}. Choose another --study name."
+                    )
+                _adopt(entry, candidates)
         notes = [record.get("note") for record in records.values()]
         return [str(note) for note in notes if note]
 

@@ -2,9 +2,12 @@
 holds, whatever that one does.
 
 A worker deep in a compiler may hold the interpreter's lock for minutes, so no thread of it can be
-relied on. This process is told on its standard input which trial to keep alive, and ends with its
-worker, when that pipe closes. It does not answer to the signals by which a whole process group is
-pre-empted: its worker first releases its claim.
+relied on. This process is told on its standard input which trial to keep alive and for how long,
+and ends with its worker, when that pipe closes. It does not answer to the signals by which a whole
+process group is pre-empted: its worker first releases its claim.
+
+A worker that hangs does not keep its task: after the task's limit its heartbeat stops, and a worker
+that is still at it a lease later is killed where it was to end at the limit.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 
-from autoshard.processes.child import START_LIMIT_S, kill
+from autoshard.processes.child import START_LIMIT_S, end_with_parent, kill
+from autoshard.search.study.claims import claim_of
 from autoshard.search.study.storage import is_away, open_storage
 
 WITHOUT_JAX = """
@@ -47,6 +52,23 @@ with 1 as well."""
 log = logging.getLogger("autoshard.jobs")
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The claim to keep alive.
+
+    Attributes:
+        trial_id: Its trial.
+        nonce: The claim's own: under that number may be another, of a storage that was put back.
+        limit_s: How long at most.
+        ends: The worker is killed if it is at the claim a lease later still.
+    """
+
+    trial_id: int
+    nonce: str
+    limit_s: float
+    ends: bool
+
+
 class Heartbeat:
     """The worker's end: starts the process, and says which claim to keep alive."""
 
@@ -57,7 +79,7 @@ class Heartbeat:
             where: The storage, as `open_storage` takes it.
             lease_s: A claim without a heartbeat for this long is given to another.
         """
-        self._settings = {"storage": where, "interval_s": lease_s / HEARTBEATS_PER_LEASE}
+        self._settings = {"storage": where, "lease_s": lease_s, "worker": os.getpid()}
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._start()
@@ -95,13 +117,14 @@ class Heartbeat:
                 "worker"
             )
 
-    def keep_alive(self, trial_id: int | None) -> None:
-        """Renews the heartbeat of this trial from now on, or of none."""
-        if not self._send({"trial_id": trial_id}) and trial_id is not None:
+    def keep_alive(self, alive: Alive | None) -> None:
+        """Renews the heartbeat of this claim from now on, or of none."""
+        message = {"alive": None if alive is None else asdict(alive)}
+        if not self._send(message) and alive is not None:
             # It died; the system may have killed it when memory ran out.
             self.close()
             self._start()
-            self._send({"trial_id": trial_id})
+            self._send(message)
 
     def _send(self, message: dict[str, Any]) -> bool:
         """Sends a message; False where nobody is there to read it."""
@@ -131,31 +154,54 @@ class _Orders:
     """What the worker has said so far, in the process for the heartbeat."""
 
     storage: BaseStorage | None = None
-    interval_s: float = 1.0
-    trial_id: int | None = None
+    lease_s: float = 1.0
+    worker: int = 0
+    alive: Alive | None = None
+    since_s: float = 0.0
 
     def take(self, message: dict[str, Any]) -> None:
         """Notes a message of the worker, and says so once the storage is open."""
         if "storage" in message:
-            self.storage, self.interval_s = open_storage(message["storage"]), message["interval_s"]
+            self.lease_s, self.worker = message["lease_s"], message["worker"]
+            threading.Thread(target=end_with_parent, args=[self.worker], daemon=True).start()
+            self.storage = open_storage(message["storage"], patience_s=START_LIMIT_S)
             os.write(sys.stdout.fileno(), b"\n")  # what `Heartbeat.wait` waits for
         else:
-            self.trial_id = message["trial_id"]
+            told = message["alive"]
+            self.alive = None if told is None else Alive(**told)
+            self.since_s = time.monotonic()
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long to wait for a message; None for as long as it takes."""
+        return None if self.alive is None else self.lease_s / HEARTBEATS_PER_LEASE
 
     def beat(self) -> None:
         """Renews the heartbeat of the claim, if there is one, until it is over."""
-        if self.storage is None or self.trial_id is None:
+        if self.storage is None or self.alive is None:
             return
-        if not renew(self.storage, self.trial_id):
-            self.trial_id = None
+        past_s = time.monotonic() - self.since_s - self.alive.limit_s
+        if past_s <= 0:
+            if not renew(self.storage, self.alive):
+                self.alive = None
+        elif not self.alive.ends:
+            self.alive = None
+        elif past_s > self.lease_s:
+            self.alive = None
+            with contextlib.suppress(ProcessLookupError):
+                if os.getppid() == self.worker:
+                    os.kill(self.worker, signal.SIGKILL)
 
 
-def renew(storage: BaseStorage, trial_id: int) -> bool:
+def renew(storage: BaseStorage, alive: Alive) -> bool:
     """Renews a heartbeat once; False where the claim is over. A storage that is away is tried again
     at the next one.
     """
     try:
-        storage.set_trial_user_attr(trial_id, HEARTBEAT, time.time_ns())
+        claim = claim_of(storage.get_trial(alive.trial_id))
+        if claim is None or claim.nonce != alive.nonce:
+            return False
+        storage.set_trial_user_attr(alive.trial_id, HEARTBEAT, time.time_ns())
     except (UpdateFinishedTrialError, KeyError):
         return False
     except Exception as error:
@@ -172,8 +218,7 @@ def main() -> None:
     orders = _Orders()
     source, pending = sys.stdin.fileno(), b""
     while True:
-        wait_s = None if orders.trial_id is None else orders.interval_s
-        ready, _, _ = select.select([source], [], [], wait_s)
+        ready, _, _ = select.select([source], [], [], orders.pause_s)
         if ready:
             read = os.read(source, 65536)
             if not read:  # the worker has ended, however it did

@@ -8,6 +8,7 @@ same selection with the same evidence, so all come to the same winner.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ from autoshard.search.study.task_id import EVALUATIONS, IDENTITY, TaskId, TaskKi
 from autoshard.search.study.task_queue import CAPABILITIES, Capability, Result, Task, TaskQueue
 
 log = logging.getLogger("autoshard.jobs")
+
+ANSWER = "answer"
+"""Under this name a study has the winner of the search that ended last."""
 
 KEPT = 400
 """Proposals that a study keeps: the best, and besides them every preset and the smallest. Some ten
@@ -61,9 +65,10 @@ class Sharing:
         patience_s: How long the storage may be away, and other processes of one search may take to
             answer.
         again: Measure once more what was measured before, on this machine.
-        run_limit_s: Verifying or measuring a candidate that takes longer has failed. What hangs on
-            the devices cannot be stopped: this process ends with exit code 70, to be started again.
-            None for as long as it takes.
+        run_limit_s: A task (proposing, compiling, verifying, measuring) that takes longer has
+            failed. What hangs in the compiler or on the devices cannot be stopped: this process
+            ends with exit code 70, to be started again. None for as long as it takes; other workers
+            may then have the task after an hour.
     """
 
     needs: tuple[Capability, ...] = CAPABILITIES
@@ -155,8 +160,17 @@ class SharedStudy:
         Raises:
             StudyError: Naming the difference.
         """
+        claims = self.queue.read()
+        digest = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:8]
+        lost = IDENTITY not in claims.results and claims.decided.get(str(IDENTITY)) is not None
+        if lost and claims.decided[str(IDENTITY)] != digest:
+            raise StudyError(
+                f"study {without_password(where)} is for something else; the record of what for is "
+                f"damaged. Choose another --study name, or another storage."
+            )
         stored = self.queue.setdefault(IDENTITY, dict(identity))
         if stored == dict(identity):
+            self.queue.decided[str(IDENTITY)] = digest
             return
         there = stored if isinstance(stored, dict) else {}
         differences = []
@@ -187,15 +201,48 @@ class SharedStudy:
         Args:
             purpose: What for; a second choice for it is another choice.
             choice: Chooses; not called where that was done.
+
+        Raises:
+            StudyError: If it was done, and both its record and what claims state of it are lost:
+                from what is known by now another choice might follow.
         """
         self._choices[purpose] += 1
         name = TaskId.choice(purpose, self._choices[purpose], self._settings)
         claims = self.queue.read()
-        if name in claims.results:
-            keys: list[str] = claims.record(name)
+        stated = claims.decided.get(str(name))
+        if name in claims.results or str(name) not in claims.decided:
+            keys = self._chosen(name, choice)
+        elif stated is not None:
+            log.warning("the record of %r is lost; it is restored from a claim", str(name))
+            keys = self.queue.setdefault(name, stated)
         else:
-            keys = self.queue.setdefault(name, list(choice()))
+            raise StudyError(
+                f"the study is damaged: which candidates were chosen ({str(name)!r}) is lost, and "
+                f"workers have gone on from it. Put back an earlier copy of the storage, or choose "
+                f"another --study name."
+            )
+        self.queue.decided[str(name)] = keys
         return keys
+
+    def _chosen(self, name: TaskId, choice: Callable[[], Sequence[str]]) -> list[str]:
+        """The record of a choice, made here if nobody did; one worker at a time chooses, so there
+        is one record.
+        """
+
+        def give_up(reason: str) -> Result:
+            raise StudyError(
+                f"choosing candidates: {reason}. Run autoshard search without a storage to see why."
+            )
+
+        title = f"choose candidates ({name.purpose})"
+        task = Task(lambda: Result(list(choice())), give_up, None, title)
+        keys: list[str] = self.queue.run({name: task})[name]
+        return keys
+
+    def conclude(self, winner: Candidate) -> None:
+        """Notes the answer of this search, for `autoshard status`; the last one stands."""
+        if not self.queue.alone:
+            self.queue.note(ANSWER, winner.to_dict())
 
     def propose(
         self, make: Callable[[], Proposals], problem: Problem, predictor: Predictor

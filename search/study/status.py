@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from autoshard.evidence.candidate import Candidate
 from autoshard.search.study.claims import Claims, StudyTrial, claim_of
-from autoshard.search.study.shared_study import candidates_of
+from autoshard.search.study.shared_study import ANSWER, candidates_of
 from autoshard.search.study.task_id import COMPILATIONS, EVALUATIONS
 from autoshard.search.study.task_queue import TaskQueue
 from autoshard.text import first_line, seconds_text
 
-COMPILED_PURPOSES = ("compiled", "next", "smallest")
-"""Purposes for which candidates are chosen to be compiled."""
+COMPILED_PURPOSES = ("compiled", "challengers")
+"""Purposes for which candidates are chosen that are all compiled."""
 
 PACE_WINDOW_S = 3600.0
 """The pace is that of the last hour: long enough for compilations of minutes, and what joins or
@@ -40,13 +42,16 @@ class StudyStatus:
 
     Attributes:
         evaluated: Candidates compiled or rejected.
-        wanted: Candidates chosen for compiling; 0 where that is not decided yet.
+        wanted: Candidates chosen for compiling, those evaluated among them; 0 where that is not
+            decided yet.
         running: Tasks in hand.
-        best: The best candidate so far, measured if any is.
+        best: The answer of the search that ended last; before one has, the best candidate so far,
+            measured if any is.
+        finished: True once a search has ended.
         rejected: Name and reason.
         per_hour: Evaluations of the last hour's pace; 0 before the second.
         left_s: Seconds until the wanted ones are evaluated at that pace; None where that cannot be
-            said.
+            said, or none is left.
         deaths: How often a worker was lost.
     """
 
@@ -54,6 +59,7 @@ class StudyStatus:
     wanted: int
     running: tuple[Running, ...]
     best: Candidate | None
+    finished: bool
     rejected: tuple[tuple[str, str], ...]
     per_hour: float
     left_s: float | None
@@ -73,27 +79,39 @@ def status_of(queue: TaskQueue, now_s: float | None = None) -> StudyStatus:
     wanted = _wanted(claims)
     compilations = [task_id for task_id in claims.results if task_id.kind in COMPILATIONS]
     evaluated = {task_id.key for task_id in compilations}
+    answer = _answer(queue.note(ANSWER))
     per_hour = _per_hour([claims.results[task_id] for task_id in compilations])
     left = len(wanted - evaluated)
     return StudyStatus(
         evaluated=len(evaluated),
-        wanted=len(wanted),
+        wanted=len(wanted | evaluated) if wanted else 0,
         running=tuple(_running(trial, now_s) for trial in claims.live.values()),
-        best=_best(candidates),
+        best=answer or _best(candidates),
+        finished=answer is not None,
         rejected=_rejected(candidates),
         per_hour=per_hour,
-        left_s=left / per_hour * 3600 if per_hour and wanted else None,
+        left_s=left / per_hour * 3600 if per_hour and left else None,
         deaths=claims.deaths.total(),
     )
 
 
 def _wanted(claims: Claims) -> set[str]:
-    """Keys of the candidates that were chosen to be compiled."""
+    """Keys of the candidates that were chosen to be compiled. Of those chosen for a case, one after
+    the other until one is good, only what was evaluated counts.
+    """
     keys: set[str] = set()
     for task_id in claims.results:
         if task_id.purpose in COMPILED_PURPOSES:
             keys.update(claims.record(task_id))
     return keys
+
+
+def _answer(noted: Any) -> Candidate | None:
+    """The answer that a search noted; None where there is none that can be read."""
+    try:
+        return msgspec.convert(noted, Candidate)
+    except msgspec.ValidationError:
+        return None
 
 
 def _candidates(claims: Claims) -> dict[str, Candidate]:
@@ -154,6 +172,8 @@ def _progress_line(status: StudyStatus) -> str:
         line += f", {status.per_hour:.3g} an hour"
     if status.left_s is not None:
         line += f", about {_duration(status.left_s)} left"
+    elif status.finished:
+        line += ", finished"
     if status.deaths:
         line += f"; workers lost {status.deaths} times"
     return line
@@ -177,6 +197,7 @@ def status_json(status: StudyStatus) -> dict[str, Any]:
         "wanted": status.wanted,
         "running": [{"task": r.title, "worker": r.owner, "for_s": r.for_s} for r in status.running],
         "best": None if status.best is None else status.best.to_dict(),
+        "finished": status.finished,
         "rejected": [{"name": name, "reason": reason} for name, reason in status.rejected],
         "per_hour": status.per_hour,
         "left_s": status.left_s,

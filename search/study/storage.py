@@ -5,6 +5,7 @@ A storage that is away for a while is waited for. Passwords are cut out of every
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -16,11 +17,11 @@ from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 
-from autoshard.errors import ExtraError, StudyError
-from autoshard.search.study.journal import FILE_MODE, Journal
+from autoshard.errors import ExtraError, StorageAwayError, StudyError
+from autoshard.search.study.journal import FILE_MODE, Journal, SharedJournalStorage
 from autoshard.search.study.passwords import (
     check_readable,
     remember_password,
@@ -44,9 +45,18 @@ REASON_CHARS = 300
 hand; no test depends on it."""
 
 HOPELESS = re.compile(
-    r"authentication failed|no password supplied|(?:database|role) .* does not exist"
+    r"authentication failed|no password supplied|(?:database|role) .* does not exist|"
+    r"readonly database"
 )
-"""What a server says that will say the same later (PostgreSQL's words)."""
+"""What says the same later (PostgreSQL's words, and SQLite's)."""
+
+REFUSALS = frozenset(
+    {
+        errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
+        errno.ELOOP, errno.ENAMETOOLONG,
+    }
+)  # fmt: skip
+"""Errors of a file system that asking again does not change."""
 
 FORMS = (
     "journal:/shared/study.log, sqlite:///study.db, postgresql://user@host/database or "
@@ -59,6 +69,9 @@ NETWORK_FILE_SYSTEMS = re.compile(
 )
 """Types in /proc/mounts on which the locks that SQLite relies on are broken or missing
 (sqlite.org/faq.html#q5)."""
+
+_NO_TABLE = re.compile(r"version_info\b.* (does not|doesn't) exist|no such table: version_info")
+"""Optuna's first table is missing (PostgreSQL's and MySQL's words, and SQLite's)."""
 
 _T = TypeVar("_T")
 
@@ -88,7 +101,11 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
 
 
 def open_storage(
-    where: str, *, patience_s: float = PATIENCE_S, mounts: str | None = None
+    where: str,
+    *,
+    patience_s: float = PATIENCE_S,
+    mounts: str | None = None,
+    read_only: bool = False,
 ) -> BaseStorage:
     """Connects to a storage, and waits for it while it is away.
 
@@ -97,10 +114,12 @@ def open_storage(
             `postgresql://...`, `mysql://...`, or `grpc://host:port`.
         patience_s: How long to wait.
         mounts: Text of /proc/mounts; by default this machine's.
+        read_only: Create neither files nor tables.
 
     Raises:
-        StudyError: If it is of no such form, cannot be reached, is SQLite on a network file
-            system, or what of it is the password cannot be told.
+        StorageAwayError: If it cannot be reached.
+        StudyError: If it is of no such form, is not there to be read, cannot be written, is SQLite
+            on a network file system, or what of it is the password cannot be told.
         ExtraError: If the driver of the database is not installed.
     """
     remember_password(where)
@@ -110,22 +129,24 @@ def open_storage(
         return _open_proxy(where, patience_s)
     if not scheme or scheme == "journal":
         path = where.removeprefix("journal://").removeprefix("journal:")
-        return _open_journal(Path(path), patience_s)
+        return _open_journal(Path(path), patience_s, read_only=read_only)
     if scheme.startswith("sqlite"):
-        _check_sqlite(where, mounts)
+        _check_sqlite(where, mounts, read_only=read_only)
     elif not scheme.startswith(("postgresql", "mysql")):
         raise StudyError(f"storage {without_password(where)!r} has no known form. Write {FORMS}.")
-    return _open_database(where, scheme, patience_s)
+    return _open_database(where, scheme, patience_s, read_only=read_only)
 
 
-def _open_database(where: str, scheme: str, patience_s: float) -> BaseStorage:
+def _open_database(where: str, scheme: str, patience_s: float, *, read_only: bool) -> BaseStorage:
     from sqlalchemy.exc import ArgumentError as UrlError  # slow to import, and no journal needs it
 
     shown = without_password(where)
     if scheme == "postgresql":  # SQLAlchemy's default for it is psycopg2, which is another package
         where = where.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
-        return patiently(lambda: optuna.storages.get_storage(where), patience_s, f"storage {shown}")
+        return patiently(
+            lambda: _connected(where, read_only=read_only), patience_s, f"storage {shown}"
+        )
     except ImportError as error:
         raise ExtraError(
             f"no driver for {scheme}: {without_password(str(error))}. "
@@ -157,9 +178,22 @@ def _open_proxy(where: str, patience_s: float) -> BaseStorage:
     return proxy
 
 
-def _open_journal(path: Path, patience_s: float) -> BaseStorage:
+def _connected(where: str, *, read_only: bool) -> BaseStorage:
+    """A database; where it is only to be read its tables must be there."""
+    if not read_only:
+        return optuna.storages.get_storage(where)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.get_storage(RDBStorage(where, skip_table_creation=True))
+    except StorageInternalError as error:
+        if not _NO_TABLE.search(str(error)):
+            raise
+        raise StudyError(f"{without_password(where)} has no studies; check its name.") from None
+
+
+def _open_journal(path: Path, patience_s: float, *, read_only: bool) -> BaseStorage:
+    try:
+        if not read_only:
+            path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StudyError(
             f"the journal {path} cannot be made: {error.strerror}. Name a directory you may write."
@@ -168,10 +202,29 @@ def _open_journal(path: Path, patience_s: float) -> BaseStorage:
         raise StudyError(
             f"the journal {path} is a directory. Name a file, such as {path / 'study.log'}."
         )
-    return patiently(lambda: JournalStorage(Journal(str(path))), patience_s, f"journal {path}")
+    if read_only and not path.exists():
+        raise StudyError(f"there is no journal {path}; check its name.")
+    path = path.resolve()
+    return patiently(
+        lambda: SharedJournalStorage(Journal(path, patience_s, read_only=read_only)),
+        patience_s,
+        f"journal {path}",
+    )
 
 
-def _check_sqlite(where: str, mounts: str | None) -> None:
+def resolved(where: str) -> str:
+    """The same storage under a name that does not depend on the working directory."""
+    scheme, separator, text = where.partition(":///")
+    if separator and scheme.startswith("sqlite") and text and not text.startswith(":memory:"):
+        path, mark, query = text.partition("?")
+        return f"{scheme}:///{Path(path).absolute()}{mark}{query}"
+    if "://" in where.removeprefix("journal://"):
+        return where
+    path = where.removeprefix("journal://").removeprefix("journal:")
+    return f"journal:{Path(path).resolve()}"
+
+
+def _check_sqlite(where: str, mounts: str | None, *, read_only: bool) -> None:
     _, _, text = where.partition(":///")
     path = Path(text.split("?")[0])
     if not text or text.startswith(":memory:"):
@@ -183,14 +236,19 @@ def _check_sqlite(where: str, mounts: str | None) -> None:
             f"do not work and the study would be damaged. Use journal:{path.with_suffix('.log')}, "
             f"which is made for that, or postgresql://."
         )
-    if path.parent.is_dir() and not path.exists():  # SQLite itself would leave it open to others
+    if read_only:
+        if not path.exists():
+            raise StudyError(f"there is no database {path}; check its name.")
+    elif path.parent.is_dir() and not path.exists():  # SQLite itself would leave it open to others
         os.close(os.open(path, os.O_CREAT, FILE_MODE))
 
 
 def is_away(error: BaseException) -> bool:
     """True for errors that pass: no connection, a full disk, a lock of another, a restart."""
-    if isinstance(error, OSError | StorageInternalError):
-        return not isinstance(error, PermissionError | IsADirectoryError | ModuleNotFoundError)
+    if isinstance(error, OSError):
+        return error.errno not in REFUSALS
+    if isinstance(error, StorageInternalError):
+        return True
     module = type(error).__module__.split(".")[0]
     if "ArgumentError" in (kind.__name__ for kind in type(error).__mro__):
         return False  # SQLAlchemy cannot read the URL, and will not later
@@ -203,7 +261,8 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
     """The answer of a storage, asked again while it is away.
 
     Raises:
-        StudyError: If it stays away for longer than `patience_s`.
+        StorageAwayError: If it stays away for longer than `patience_s`.
+        StudyError: If it refuses.
     """
     start_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
@@ -212,6 +271,11 @@ def patiently(ask: Callable[[], _T], patience_s: float, what: str) -> _T:
         except (UpdateFinishedTrialError, DuplicatedStudyError):
             raise  # answers, not failures
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in REFUSALS:
+                raise StudyError(
+                    f"{what} cannot be used: {error.strerror} ({error.filename}). Name a file in a "
+                    f"directory that can be written."
+                ) from None
             if not is_away(error):
                 raise
             reason = without_password(f"{type(error).__name__}: {error}")
@@ -233,6 +297,7 @@ def _check_hope(what: str, reason: str, away_s: float, patience_s: float) -> Non
     """Gives up a storage that refuses, or has been away for too long.
 
     Raises:
+        StorageAwayError: If it was away for too long.
         StudyError: If there is no hope.
     """
     if HOPELESS.search(reason):
@@ -240,7 +305,7 @@ def _check_hope(what: str, reason: str, away_s: float, patience_s: float) -> Non
             f"{what} refuses: {reason}. Check the user, password and database."
         ) from None
     if away_s > patience_s:
-        raise StudyError(
+        raise StorageAwayError(
             f"{what} was away for {away_s:.0f} s ({reason}). What was recorded before is kept; "
             f"start the worker again once the storage is back."
         ) from None

@@ -66,7 +66,7 @@ def die_while_appending(number: int) -> None:
     file's lock in hand."""
     import autoshard.search.study.journal as journal
 
-    real, appends = os.pwrite, []
+    real, appends = os.write, []
 
     class Half:
         """The module `os`, as the journal sees it."""
@@ -74,12 +74,12 @@ def die_while_appending(number: int) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
-        def pwrite(self, file: int, data: bytes, offset: int) -> int:
-            appends.append(offset)
+        def write(self, file: int, data: bytes) -> int:
+            appends.append(file)
             if len(appends) == number:
-                real(file, data[: len(data) // 2], offset)
+                real(file, data[: len(data) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(file, data, offset)
+            return real(file, data)
 
     journal.os = Half()  # type: ignore[assignment]
 

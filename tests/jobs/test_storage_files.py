@@ -3,8 +3,6 @@ permissions."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -55,36 +53,34 @@ def test_blank_and_broken_lines_in_the_middle_hide_nothing(broken: bytes, path: 
     assert evaluations(path.with_suffix(".evaluations")) == [0, 1, 2, 3]
 
 
-def test_a_full_disk_is_waited_for_and_leaves_no_half_record(
+def test_a_full_disk_is_waited_for_and_what_it_cut_is_skipped(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(path, 2)
-    real, full = os.pwrite, [3]
+    real, full = os.write, [3]
 
-    def pwrite(file: int, data: bytes, offset: int) -> int:
-        if full[0]:
+    def write(file: int, data: bytes) -> int:
+        if full[0] and os.fstat(file).st_ino == path.stat().st_ino:
             full[0] -= 1
-            real(file, data[: len(data) // 2], offset)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, data, offset)
+            return real(file, data[: len(data) // 2])
+        return real(file, data)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "write", write)
     run(path, 4)
     assert not full[0]
-    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert len(claims_of(f"journal:{path}").results) == 4
     assert evaluations(path.with_suffix(".evaluations")) == [0, 1, 2, 3]
 
 
 def test_a_lock_left_by_a_killed_worker_is_broken(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoshard.search.study.journal.LOCK_GRACE_S", 1)
-    with pytest.warns(UserWarning, match="grace_period"):
-        journal = Journal(str(path))
+    monkeypatch.setattr("autoshard.search.study.journal_lock.LOCK_GRACE_S", 0.2)
+    journal = Journal(path, 60.0)
     os.symlink(path, f"{path}.lock")
-    journal.append_logs([{"op_code": 0}])
-    assert list(journal.read_logs(0)) == [{"op_code": 0}]
-    assert not os.path.lexists(f"{path}.lock")
+    journal.append_logs([{"op_code": 0, "study_name": "s"}])
+    assert [record["study_name"] for record in journal.read_logs(0)] == ["s"]
+    assert sorted(os.listdir(path.parent)) == [path.name]
 
 
 MOUNTS = """
@@ -127,7 +123,7 @@ def test_sqlite_elsewhere_works(tmp_path: Path) -> None:
 def test_a_journal_is_not_open_to_others(path: Path) -> None:
     before = os.umask(0)
     try:
-        Journal(str(path))
+        Journal(path, 60.0)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o660

@@ -17,8 +17,8 @@ from optuna.trial import TrialState, create_trial
 
 from autoshard.errors import StudyError
 from autoshard.processes.process_group import LOST
-from autoshard.search.study.claims import Claims, record_of
-from autoshard.search.study.heartbeat import Heartbeat
+from autoshard.search.study.claims import Claims, claim_of, record_of
+from autoshard.search.study.heartbeat import Alive, Heartbeat
 from autoshard.search.study.lease_watch import LEASE_S as LONG_LEASE_S
 from autoshard.search.study.lease_watch import LeaseWatch
 from autoshard.search.study.machine_lock import MachineLock
@@ -119,7 +119,6 @@ def test_a_worker_that_is_killed_while_measuring_frees_the_machine_and_its_task(
     check_complete(where, 3)
 
 
-@pytest.mark.filterwarnings("ignore:The value of `grace_period`")
 @pytest.mark.parametrize("append", [1, 2, 3, 4, 5, 6])
 def test_a_worker_that_is_killed_while_writing_loses_no_finished_evaluation(
     append: int, where: str, log: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +129,7 @@ def test_a_worker_that_is_killed_while_writing_loses_no_finished_evaluation(
         worker.communicate(timeout=60)
         assert worker.returncode == -signal.SIGKILL
     assert os.path.lexists(f"{where.removeprefix('journal:')}.lock")
-    monkeypatch.setattr("autoshard.search.study.journal.LOCK_GRACE_S", 1)
+    monkeypatch.setattr("autoshard.search.study.journal_lock.LOCK_GRACE_S", 1)
     before = set(claims_of(where).results) if append > 1 else set()
     finish_alone(where, 2, log)
     counts = Counter(evaluations(log))
@@ -213,7 +212,9 @@ def test_a_late_result_is_dropped_or_recorded(
         def run() -> Result:
             other = TaskQueue(where, "s", lease_s=LEASE_S)
             claim = other.read().live[task_id]
-            assert other._end(claim._trial_id, "stale")
+            held = claim_of(claim)
+            assert held is not None
+            assert other._end(claim._trial_id, held, "stale")
             if taken:
                 other.run({task_id: Task(lambda: Result("other", 1.0), Result, "compile", "t")})
             return Result("slow", 2.0)
@@ -227,9 +228,10 @@ def test_a_late_result_is_dropped_or_recorded(
 def test_a_candidate_that_kills_its_workers_is_given_up(where: str, log: Path) -> None:
     for _ in range(MAX_DEATHS):
         dead = TaskQueue(where, "s")
-        trial_id = dead._claim(compile_id(0), "candidate 0")
-        assert trial_id is not None
-        assert TaskQueue(where, "s")._end(trial_id, "stale")
+        task = Task(lambda: Result(None), Result, "compile", "candidate 0")
+        held = dead._claim(compile_id(0), task)
+        assert held is not None
+        assert TaskQueue(where, "s")._end(held.trial_id, held.claim, "stale")
     found = finish_alone(where, 2, log)
     assert found["compile 0"]["rejected"] == f"{MAX_DEATHS} workers ended while they were at it"
     assert evaluations(log) == [1]
@@ -372,7 +374,7 @@ def test_a_heartbeat_ends_with_its_worker_and_is_replaced_when_it_dies(where: st
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=60) == 0
-    heartbeat.keep_alive(0)
+    heartbeat.keep_alive(Alive(0, "nonce", 60.0, ends=False))
     assert heartbeat._process is not process
     heartbeat.close()
 
