@@ -120,6 +120,7 @@ class Journal(BaseJournalBackend):
     def _read_again(self, file: BinaryIO) -> None:
         """Reads the whole file, and notes whether it tells another history."""
         before = self._history
+        self._tail = b""
         lines = [line for line in self._lines(file, 0) if line is not None]
         self._history = History.of(lines)
         if self._history.lost > before.lost:

@@ -169,9 +169,10 @@ def placeholder_of(record: Record) -> Record | None:
     """What takes the number of a trial whose record Optuna does not understand; None for a record
     of anything else.
     """
-    if record.get("op_code") != JournalOperation.CREATE_TRIAL:
+    study_id = record.get("study_id")
+    if record.get("op_code") != JournalOperation.CREATE_TRIAL or not isinstance(study_id, int):
         return None
-    return _placeholder(record["study_id"])
+    return _placeholder(study_id)
 
 
 def _placeholder(study_id: int) -> Record:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from autoshard.search.study import journal_lock
 from autoshard.search.study.claims import Claims, claim_of
 from autoshard.search.study.heartbeat import WITHOUT_JAX
 from autoshard.search.study.task_id import TaskId, TaskKind
@@ -43,8 +44,10 @@ def evaluate(number: int, seconds: float, log: Path, what: str) -> Result:
         os.abort()
     if what == "killed" and number == 3:
         os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
-    if what == "measure hang" and number == 3:
+    if what in ("measure hang", "limit hang") and number == 3:
         time.sleep(1000)
+    if what == "limit clutch" and number == 3:
+        hold_the_interpreter(1000)
     if what == "busy":
         hold_the_interpreter(seconds)
     else:
@@ -82,6 +85,28 @@ def die_while_appending(number: int) -> None:
             return real(file, data)
 
     journal.os = Half()  # type: ignore[assignment]
+
+
+def stall_while_appending(number: int) -> None:
+    """At the nth append to a journal this process stalls with the lock in hand, for longer than
+    others take it to live."""
+    import autoshard.search.study.journal as journal
+
+    real, appends = os.write, []
+
+    class Slow:
+        """The module `os`, as the journal sees it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def write(self, file: int, data: bytes) -> int:
+            appends.append(file)
+            if len(appends) == number:
+                time.sleep(2.0)
+            return real(file, data)
+
+    journal.os = Slow()  # type: ignore[assignment]
 
 
 def compile_id(number: int) -> TaskId:
@@ -178,7 +203,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if what.startswith("append "):
         die_while_appending(int(what.split()[1]))
-    limit_s = 2.0 if what == "measure hang" else None
+    if what.startswith("stall "):
+        stall_while_appending(int(what.split()[1]))
+    if "LOCK_GRACE_S" in os.environ:
+        journal_lock.LOCK_GRACE_S = float(os.environ["LOCK_GRACE_S"])
+    limit_s = 2.0 if what == "measure hang" or what.startswith("limit") else None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     with TaskQueue(where, study, lease_s=float(lease_s), patience_s=60, limit_s=limit_s) as queue:
         records = queue.run(tasks_of(int(count), float(seconds), Path(log), what))

@@ -46,6 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = job_in(tmp_path_factory.mktemp("journals") / "written")
     command = [sys.executable, "-m", "tests.jobs.stand_in", "worker", "autoshard.toml"]
     environment = {**ENVIRONMENT, stand_in.TEAM: "3", "TMPDIR": str(folder)}
+    environment.pop("XDG_RUNTIME_DIR", None)
     team = []
     for _ in range(3):
         team.append(
@@ -120,8 +121,8 @@ def cheap_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(task_queue, "POLL_S", LEASE_S / 4)
     monkeypatch.setattr(lease_watch, "claim_of", short_claim)
     monkeypatch.setattr(jobs, "use_cpu_devices", lambda count: None)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.chdir(folder)
     return folder
 

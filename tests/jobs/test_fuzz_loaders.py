@@ -137,13 +137,17 @@ def test_job_files(text: str) -> None:
 def test_journals(lines: list[bytes], tmp_path_factory: Any) -> None:
     path: Path = tmp_path_factory.mktemp("journal") / "x.log"
     path.write_bytes(b"\n".join(lines))
-    for record in Journal(str(path)).read_logs(0):
+    for record in Journal(path, 1.0).read_logs(0):
         assert isinstance(record["op_code"], int)
 
 
 @fuzz
 @given(
-    st.lists(st.dictionaries(st.sampled_from(["claim", "heartbeat", "ended", "record.0"]), values))
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["claim", "heartbeat", "ended", "decided", "record.0"]), values
+        )
+    )
 )
 def test_claims(attributes: list[dict[str, Any]]) -> None:
     from optuna.trial import TrialState, create_trial

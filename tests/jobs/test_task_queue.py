@@ -101,6 +101,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_its_task_runs_again_once(
 @pytest.fixture
 def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock for measuring that nobody else on this machine takes."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
