@@ -167,8 +167,8 @@ class _Orders:
             self.storage = open_storage(message["storage"], patience_s=START_LIMIT_S)
             os.write(sys.stdout.fileno(), b"\n")  # what `Heartbeat.wait` waits for
         else:
-            told = message["alive"]
-            self.alive = None if told is None else Alive(**told)
+            alive = message["alive"]
+            self.alive = None if alive is None else Alive(**alive)
             self.since_s = time.monotonic()
 
     @property

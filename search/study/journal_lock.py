@@ -85,7 +85,7 @@ class JournalLock:
         """Tells one holding from another; empty where nobody holds it."""
         try:
             status = os.lstat(self.path)
-        except FileNotFoundError:
+        except OSError:  # it was released
             return ()
         return status.st_ino, status.st_mtime_ns
 
