@@ -48,6 +48,7 @@ from autoshard.evaluate.target_selection import select_on_target
 from autoshard.evaluate.verification.inputs import inputs_for
 from autoshard.evidence.candidate import Status
 from autoshard.evidence.throughput import checked_samples
+from autoshard.evidence.timings import Timings
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import JitOptions, Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
@@ -55,7 +56,9 @@ from autoshard.processes.interrupts import Interrupts
 from autoshard.processes.process_group import ProcessGroup
 from autoshard.processes.progress import Progress
 from autoshard.report.advice import Advised, advise
+from autoshard.report.plan_text import timings_text
 from autoshard.search.proposer import Proposals, propose
+from autoshard.search.sampler import Watch
 from autoshard.search.study.shared_study import SharedStudy, Sharing, join
 from autoshard.text import parse_bytes
 from autoshard.tracing.carry import Carry
@@ -139,6 +142,7 @@ class Session:
         hardware: What is predicted for.
         backend: What its compiler does.
         began_s: When the search began, by `time.monotonic`.
+        deadline_s: When nothing new is started, by the same clock; None for never.
         interrupts: Ctrl-C.
         progress: Says what is being done.
         group: The processes of the mesh; None where they are this one alone.
@@ -155,12 +159,17 @@ class Session:
     hardware: Hardware
     backend: Backend
     began_s: float
+    deadline_s: float | None
     interrupts: Interrupts
     progress: Progress
     group: ProcessGroup | None
     isolation: Isolation | None
     compilers: CompilePool | None
     stack: ExitStack
+
+    def late(self) -> bool:
+        """True after the deadline."""
+        return self.deadline_s is not None and time.monotonic() > self.deadline_s
 
     @property
     def follows(self) -> bool:
@@ -222,6 +231,7 @@ def opened(query: Query) -> Iterator[Session]:
             hardware=hardware,
             backend=backend_for(mesh.platform),
             began_s=began_s,
+            deadline_s=None if query.effort.seconds is None else began_s + query.effort.seconds,
             interrupts=interrupts,
             progress=progress,
             group=group,
@@ -259,7 +269,9 @@ def prepare_search(session: Session) -> PreparedSearch:
     """Traces the function, finds its logical axes, and makes sure that all processes were called
     alike.
     """
-    prepared = prepare(session.request, session.call)
+    progress = session.progress
+    prepared = prepare(session.request, session.call, progress.stage)
+    progress.say(f"traced: {progress.spent('trace')}; axes found: {progress.spent('axes')}")
     identity = _identity(session, prepared)
     inputs = inputs_for(session.call, prepared.traced.program)
     options = session.query.compiler.options
@@ -323,7 +335,6 @@ class ProposedSearch:
         proposals: The best by prediction, and presets.
         bound: How much faster than the best one any layout could be, as text.
         study: What is shared with other workers; None for a search of this process alone.
-        deadline_s: When nothing new is started, by `time.monotonic`; None for never.
     """
 
     search: PreparedSearch
@@ -331,7 +342,6 @@ class ProposedSearch:
     proposals: Proposals
     bound: str
     study: SharedStudy | None
-    deadline_s: float | None
 
 
 def propose_layouts(session: Session, search: PreparedSearch) -> ProposedSearch:
@@ -344,24 +354,36 @@ def propose_layouts(session: Session, search: PreparedSearch) -> ProposedSearch:
     )
     for note in prepared.notes:
         progress.say(note)
-    predictor = Predictor(problem, session.hardware, session.call.donated, session.backend)
-    seconds = session.query.effort.seconds
-    deadline_s = None if seconds is None else time.monotonic() + seconds
+    with progress.stage("search", "predicting"):
+        predictor = Predictor(problem, session.hardware, session.call.donated, session.backend)
+    cut_short = False
+
+    def late() -> bool:
+        nonlocal cut_short
+        cut_short = cut_short or session.late()
+        return cut_short
 
     def make() -> Proposals:
-        return propose(
-            problem,
-            predictor,
-            budget_bytes=session.budget_bytes,
-            seed=session.query.study.seed,
-            on_progress=lambda done, of: progress.doing(f"proposing, {done} of {of} asked"),
-        )
+        with progress.stage("search"):
+            return propose(
+                problem,
+                predictor,
+                budget_bytes=session.budget_bytes,
+                seed=session.query.study.seed,
+                watch=Watch(
+                    lambda done, of: progress.doing(f"proposing, {done} of {of} asked"), late
+                ),
+            )
 
     study = _joined_study(session, search.identity)
     proposals = make() if study is None else study.propose(make, problem, predictor)
     bound = _bound_text(proposals, predictor)
-    progress.say(f"{proposals.evaluations} distinct layouts predicted; {bound}")
-    return ProposedSearch(search, predictor, proposals, bound, study, deadline_s)
+    progress.say(
+        f"{proposals.evaluations} distinct layouts predicted: {progress.spent('search')}; {bound}"
+    )
+    if cut_short:
+        progress.say("out of time before all layouts were predicted that are worth it")
+    return ProposedSearch(search, predictor, proposals, bound, study)
 
 
 def _joined_study(session: Session, identity: Mapping[str, str]) -> SharedStudy | None:
@@ -423,7 +445,7 @@ def evaluate_candidates(session: Session, proposed: ProposedSearch) -> Evaluated
             progress=session.progress,
             isolation=session.isolation,
             compilers=session.compilers,
-            deadline_s=proposed.deadline_s,
+            deadline_s=session.deadline_s,
         )
     )
     local = LocalEvaluator(evaluation)
@@ -461,6 +483,7 @@ def _select(session: Session, proposed: ProposedSearch, evaluator: Evaluator) ->
 def finish_plan(session: Session, evaluated: EvaluatedSearch) -> Plan:
     """The plan of the winner, with what the user should know; told to the other processes."""
     outcome = _outcome(session, evaluated)
+    session.progress.say(timings_text(outcome.timings))
     if session.group is not None:
         session.group.last_command("outcome", **msgspec.to_builtins(outcome))
     return _plan(evaluated.proposed.search.runner, outcome)
@@ -489,14 +512,23 @@ def _outcome(session: Session, evaluated: EvaluatedSearch) -> Outcome:
         throughput=proposed.predictor.throughput(winner.layout, session.samples_per_step),
         when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         search_s=time.monotonic() - session.began_s,
+        timings=_timings(session),
     )
+
+
+def _timings(session: Session) -> Timings:
+    """Where the time went until now."""
+    watch = session.progress.stopwatch
+    return Timings(dict(watch.seconds), dict(watch.counts), time.monotonic() - session.began_s)
 
 
 def _advice(session: Session, evaluated: EvaluatedSearch) -> tuple[str, ...]:
     """Changes of the program that would gain more; none where the search says little."""
     if evaluated.interrupted or not session.query.effort.compiled:
         return ()
-    session.progress.doing("looking for changes of the program that would gain more")
+    if session.late():
+        session.progress.say("out of time before changes of the program were looked at")
+        return ()
     case = Advised(
         evaluated.proposed.search.prepared,
         evaluated.winner.layout,
@@ -505,7 +537,8 @@ def _advice(session: Session, evaluated: EvaluatedSearch) -> tuple[str, ...]:
         session.budget_bytes,
         evaluated.winner.proposal.prediction,
     )
-    with suppress(KeyboardInterrupt):
+    text = "looking for changes of the program that would gain more"
+    with suppress(KeyboardInterrupt), session.progress.stage("advice", text):
         return advise(case)
     return ()
 
@@ -525,7 +558,8 @@ def _verification_text(evaluated: EvaluatedSearch) -> str:
     if evaluated.interrupted:
         return "the search was interrupted before the comparison"
     too_large = evaluation.too_large(winner)
-    return too_large or evaluation.reference_failure or "nothing was run: effort compiled=0"
+    not_compared = evaluation.reference_failure or evaluation.unverified
+    return too_large or not_compared or "nothing was run: effort compiled=0"
 
 
 def _plan(runner: DeviceRunner, outcome: Outcome) -> Plan:
@@ -550,5 +584,6 @@ def _plan(runner: DeviceRunner, outcome: Outcome) -> Plan:
         samples_per_step=outcome.throughput.samples_per_step,
         when=outcome.when,
         search_s=outcome.search_s,
+        timings=outcome.timings,
         rebind=rebinder(prepared.request),
     )

@@ -35,7 +35,7 @@ class Plan(BoundPlan):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return fragment_html(self.table)
+        return fragment_html(self.table, self.timings)
 
     def __repr__(self) -> str:
         rules = ", ".join(map(str, self.rules)) or "replicated"

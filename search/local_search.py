@@ -27,13 +27,22 @@ lists has 3.4 rules in the mean instead of 3.1."""
 
 Moves = Callable[[Lists], Iterable[Lists]]
 
+Late = Callable[[], bool]
+"""True once nothing more is to be predicted."""
+
+
+def never() -> bool:
+    """`Late` of a search that takes as long as it takes."""
+    return False
+
 
 class LocalSearch:
     """Descent and refinement in the space of one problem."""
 
-    def __init__(self, space: Space, layouts: PredictedLayouts) -> None:
+    def __init__(self, space: Space, layouts: PredictedLayouts, late: Late = never) -> None:
         self._space = space
         self._layouts = layouts
+        self._late = late
 
     def descend(self, starts: Sequence[PredictedLayout]) -> list[PredictedLayout]:
         """What each start comes to by the best change of its rules, until none is better.
@@ -45,6 +54,8 @@ class LocalSearch:
         for _ in range(ROUNDS):
             before = list(bests)
             for axis in self._space.able:
+                if self._late():
+                    return bests
                 self._step(bests, going, partial(neighbours, self._space, axis=axis))
             stuck = [i for i in going if bests[i] is before[i]]
             self._step(bests, stuck, partial(exchanges, self._space))
@@ -74,6 +85,8 @@ class LocalSearch:
         bests = list(starts)
         going = list(range(len(bests)))
         for _ in range(REFINEMENTS):
+            if self._late():
+                break
             batches = [list(refinements(self._space, bests[i].rules)) for i in going]
             better = []
             for i, layout in zip(going, self._layouts.best_of_each(batches), strict=True):

@@ -34,7 +34,7 @@ from autoshard.search.predicted_layouts import (
     distinct,
 )
 from autoshard.search.presets import Preset, find_parts, presets
-from autoshard.search.sampler import OnProgress, Sampler
+from autoshard.search.sampler import Sampler, Watch
 from autoshard.search.simplify_rules import RuleSimplifier
 from autoshard.search.space import RuleList, Space, every_list, make_space, rules_of
 
@@ -135,7 +135,7 @@ def propose(
     asks: int = ASKS,
     enumerate_at_most: int = ENUMERATED,
     evaluations: int | None = None,
-    on_progress: OnProgress | None = None,
+    watch: Watch | None = None,
 ) -> Proposals:
     """Proposes and predicts candidates.
 
@@ -148,7 +148,7 @@ def propose(
             for.
         enumerate_at_most: Spaces of at most so many rule lists are tried whole; 0 for none.
         evaluations: Distinct layouts predicted at most; None for as many as it takes.
-        on_progress: Called with (done, of).
+        watch: Is told how it goes, and may end it.
 
     Returns:
         Distinct layouts, best first.
@@ -163,8 +163,9 @@ def propose(
     same = _predict_presets(named, layouts, sampler)
     interrupted = enumerated = False
     try:
-        enumerated = _enumerate(space, layouts, enumerate_at_most)
-        _search(space, layouts, sampler, asks, on_progress)
+        watch = watch or Watch()
+        enumerated = not watch.late() and _enumerate(space, layouts, enumerate_at_most)
+        _search(space, layouts, sampler, asks, watch)
     except KeyboardInterrupt:
         interrupted = True
     proposals = _proposals(problem, predictor, layouts)
@@ -223,10 +224,10 @@ def _search(
     layouts: PredictedLayouts,
     sampler: Sampler,
     asks: int,
-    on_progress: OnProgress | None,
+    watch: Watch,
 ) -> None:
     """Descent from the presets, the sampler, descent from the best of all, refinement."""
-    local = LocalSearch(space, layouts)
+    local = LocalSearch(space, layouts, watch.late)
 
     def descend(starts: Sequence[PredictedLayout]) -> None:
         for layout in distinct(local.descend(starts)):
@@ -235,7 +236,7 @@ def _search(
 
     descend(layouts.best(STARTS))
     if any(space.able.values()):
-        sampler.ask(max(0, asks - sampler.points), on_progress)
+        sampler.ask(max(0, asks - sampler.points), watch)
         descend(layouts.ranked()[:1])
         descend(local.refine(layouts.best(REFINED)))
 

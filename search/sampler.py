@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import optuna
 from optuna.trial import Trial, TrialState
 
+from autoshard.search.local_search import Late, never
 from autoshard.search.predicted_layouts import PredictedLayout, PredictedLayouts
 from autoshard.search.space import Point, Space, rules_of
 
@@ -31,6 +33,20 @@ of the 30."""
 
 OnProgress = Callable[[int, int], None]
 """Called with (done, of)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who looks on while layouts are proposed.
+
+    Attributes:
+        on_progress: Told how many points were asked.
+        late: True once no more is to be predicted than the presets.
+    """
+
+    on_progress: OnProgress | None = None
+    late: Late = never
+
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 logging.getLogger("optuna").propagate = False
@@ -65,15 +81,19 @@ class Sampler:
             (predicted,) = self._predict([trial])
             self._tell(trial, predicted)
 
-    def ask(self, count: int, on_progress: OnProgress | None) -> None:
-        """Asks the sampler for points, a few at once, and tells their predicted times."""
+    def ask(self, count: int, watch: Watch) -> None:
+        """Asks the sampler for points, a few at once, and tells their predicted times; for none
+        once it is late.
+        """
         for start in range(0, count, ASKED_AT_ONCE):
+            if watch.late():
+                return
             trials = [self._study.ask() for _ in range(min(ASKED_AT_ONCE, count - start))]
             layouts = self._predict(trials)
             for done, (trial, layout) in enumerate(zip(trials, layouts, strict=True), start + 1):
                 self._tell(trial, layout)
-                if on_progress is not None:
-                    on_progress(done, count)
+                if watch.on_progress is not None:
+                    watch.on_progress(done, count)
 
     def _predict(self, trials: Sequence[Trial]) -> list[PredictedLayout | None]:
         points = [self._suggested(trial) for trial in trials]

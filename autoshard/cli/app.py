@@ -15,6 +15,7 @@ import traceback
 from typing import Annotated, Any
 
 import jax
+import msgspec
 import typer
 
 from autoshard.cli import doctor, explain, hardware, jobs, tables, targets
@@ -183,6 +184,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "skipped": [{"name": s.name, "reason": s.reason} for s in plan.skipped],
         "candidates": [candidate.to_dict() for candidate in plan.candidates],
+        "timings": None if plan.timings is None else msgspec.to_builtins(plan.timings),
     }
 
 

@@ -17,6 +17,7 @@ from autoshard.compiler.transfer import put
 from autoshard.errors import ArgumentError, PathError, TargetError
 from autoshard.evidence.candidate import Candidate, Skipped
 from autoshard.evidence.throughput import Throughput
+from autoshard.evidence.timings import Timings
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.constraints import PlacedConstraint, constraints_for, placed
 from autoshard.layout.layout import Layout
@@ -77,6 +78,7 @@ class BoundPlan:
         samples_per_step: How many samples a step has, where the user said so.
         when: Date and time (UTC) at which the search ended; "" if nothing was searched.
         search_s: How long it took.
+        timings: Where that went, by stage; None if nothing was searched.
         rebind: Gives the plan for another signature: traced anew, the same rules, no search.
     """
 
@@ -99,6 +101,7 @@ class BoundPlan:
     samples_per_step: float | None = None
     when: str = ""
     search_s: float | None = None
+    timings: Timings | None = None
     rebind: Callable[[Self, Call], Self] | None = field(default=None, repr=False)
     _rebound: list[Self] = field(default_factory=list, init=False, repr=False)
 

@@ -150,31 +150,46 @@ class Isolation:
             return InProcess(reply.error) if may_work_here else Failure(reply.error)
         return read_program(reply.text, reply.figures, worker.written(), self.mesh)
 
+    def ready(self) -> bool:
+        """Waits until the worker takes requests; False where none can be had."""
+        return self._ready_worker() is not None
+
     def partition(
-        self, lowered: jax.stages.Lowered
+        self, lowered: jax.stages.Lowered, limit_s: float | None = None
     ) -> Partitioned | PartitionFailure | Failure | InProcess:
-        """What `partition` would give; a Failure where the passes ended the process."""
+        """What `partition` would give; a Failure where the passes ended the process.
+
+        Args:
+            lowered: As there.
+            limit_s: So long they may take, if that is less than a compilation may. Taking longer
+                says nothing against a program: that is a PartitionFailure.
+        """
         request = Request(module=executables.module_bytes(lowered), mesh_axes=dict(self.mesh.axes))
 
         def ask() -> Reply | Failure | InProcess:
             worker = self._ready_worker()
             if worker is None:
                 return InProcess(self._unavailable)
-            return self._reply(worker, request)
+            return self._reply(worker, request, limit_s)
 
         reply = _once_more_if_killed(ask)
+        if isinstance(reply, Failure) and reply.expired:
+            return PartitionFailure(reply.reason, expired=True)
         if not isinstance(reply, Reply):
             return reply
         return reply.partitioned or PartitionFailure(reply.error)
 
-    def _reply(self, worker: WorkerProcess, request: Request) -> Reply | Failure:
+    def _reply(
+        self, worker: WorkerProcess, request: Request, limit_s: float | None = None
+    ) -> Reply | Failure:
         """The worker's answer; after a Failure another worker takes its place."""
         message = msgspec.msgpack.encode(request)
-        reply = worker.exchange(message, Reply, self.timeout_s)
+        timeout_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
+        reply = worker.exchange(message, Reply, timeout_s)
         if isinstance(reply, Failure) and worker.retired:  # just before it was asked
             next_worker = self._ready_worker()
             if next_worker is not None:
-                reply = next_worker.exchange(message, Reply, self.timeout_s)
+                reply = next_worker.exchange(message, Reply, timeout_s)
         if isinstance(reply, Failure):
             self._start()
         return reply

@@ -47,10 +47,12 @@ class Failure:
     Attributes:
         reason: In one line.
         killed: The system killed the process, which may have been for another's memory.
+        expired: It was ended here, for taking too long.
     """
 
     reason: str
     killed: bool = False
+    expired: bool = False
 
 
 class WorkerProcess:
@@ -134,9 +136,8 @@ class WorkerProcess:
             return msgspec.msgpack.decode(self._connection.recv_bytes(), type=expected)
         except (EOFError, OSError):
             if limit.expired:
-                return Failure(
-                    f"it took longer than {timeout_s:g} s; the compiler's process was ended"
-                )
+                reason = f"it took longer than {timeout_s:.3g} s; the compiler's process was ended"
+                return Failure(reason, expired=True)
             reason = self._why_it_ended()
             return Failure(reason, killed=self.process.returncode == -signal.SIGKILL)
         except msgspec.DecodeError as error:

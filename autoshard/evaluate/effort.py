@@ -19,7 +19,9 @@ class Effort:
         measured: Candidates measured at most, and as many again where the clock says that they
             should be faster; the best preset is among them if it is two or more. On a target none
             is.
-        seconds: Compile and measure nothing new after this long; None for as long as it takes.
+        seconds: Start nothing new so long after the call, in no stage: what is not reached (layouts
+            to predict, candidates to partition, compile, verify, measure) is said. One candidate is
+            compiled all the same. None for as long as it takes.
         full: On a target, candidates compiled at the compiler's full level, of those that
             `compiled` left; up to half of them presets.
         partitioned: Candidates partitioned (every preset is), by default twice `compiled`.

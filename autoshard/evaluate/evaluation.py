@@ -54,6 +54,13 @@ ARGUMENTS_PREDICTED = 100
 of their own; far more than are ever partitioned. `tests/search/test_proposer.py` covers 100."""
 
 
+OUT_OF_TIME = "out of time (Effort.seconds) before the comparison"
+
+MOMENT_S = 0.1
+"""What passes may take at least, where the deadline is now. Chosen by hand; no test depends on
+it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """What an evaluation works with.
@@ -92,6 +99,7 @@ class Evaluation:
         notes: What the user should know of them.
         refusals: Bytes that programs need which the compiler refuses.
         reference_failure: Why outputs cannot be compared; "" where they can.
+        unverified: Why some were not compared though they could be; "" if all were.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -101,6 +109,8 @@ class Evaluation:
         self.notes: list[str] = []
         self.refusals: list[int] = []
         self.reference_failure = ""
+        self.unverified = ""
+        self._expired = False
         self._due: tuple[Entry, ...] = ()
 
     def add(self, proposals: Iterable[Proposal], known: Mapping[str, Candidate]) -> None:
@@ -183,34 +193,70 @@ class Evaluation:
 
     # Partitioning ---------------------------------------------------------------------------------
 
-    def partition(self, entries: Sequence[Entry]) -> dict[str, float]:
-        """Runs Shardy's passes on candidates.
+    def partition(self, entries: Sequence[Entry], *, may_compile: bool = False) -> dict[str, float]:
+        """Runs Shardy's passes on candidates, as long as there is time and it pays.
+
+        Args:
+            entries: The most promising first.
+            may_compile: Whether one of them may be compiled, to learn what that takes.
 
         Returns:
-            Seconds of a step by key, of those that could be partitioned; compiled seconds where
-            there are any, predicted ones where the passes fail.
+            Seconds of a step by key, of those that are not rejected; compiled seconds where there
+            are any, predicted ones where the passes fail or were not run.
         """
         times: dict[str, float] = {}
+        stopped = ""
         for number, entry in enumerate(entries):
             self.setting.progress.doing(
                 f"partitioning {number + 1} of {len(entries)}: {entry.name}"
             )
-            if entry.compiled is not None:
-                times[entry.key] = entry.compiled.time_s
-            elif not entry.rejected:
+            fresh = entry.compiled is None and not entry.rejected
+            if fresh and not stopped:
+                stopped = self._why_not_partition(entries, may_compile=may_compile)
+                if stopped:
+                    left = f"the other {len(entries) - number} candidates are not partitioned"
+                    self.setting.progress.say(f"{stopped}; {left}")
+            time_s: float | None = entry.time_s
+            if fresh and not stopped:
                 time_s = self._partition(entry)
-                if time_s is not None:
-                    times[entry.key] = time_s
+            if time_s is not None and not entry.rejected:
+                times[entry.key] = time_s
         return times
+
+    def _why_not_partition(self, entries: Sequence[Entry], *, may_compile: bool) -> str:
+        """Why the next of these is not partitioned: time is up, or it would cost more than to
+        compile it; "" if it is.
+
+        What a compilation takes is known once there was one. Before that the question is asked only
+        where the passes took longer than all the rest of the search so far: then the best of these
+        candidates is compiled now.
+        """
+        if self.late():
+            return "out of time"
+        watch = self.setting.progress.stopwatch
+        passes_s, lower_s = watch.mean_s("partition"), watch.mean_s("lower")
+        dominates = self._expired or 2 * watch.seconds.get("partition", 0.0) > watch.total_s
+        may_compile = may_compile and self.setting.compilers is None
+        if may_compile and dominates and not watch.counts.get("compile"):
+            self.compile(next(entry for entry in entries if not entry.rejected))
+        compile_s = watch.mean_s("compile")
+        if not compile_s or (passes_s + lower_s <= compile_s and not self._expired):
+            return ""
+        return (
+            f"partitioning a candidate takes {seconds_text(passes_s + lower_s)}, compiling one "
+            f"{seconds_text(compile_s)}"
+        )
 
     def _partition(self, entry: Entry) -> float | None:
         """Seconds of a step by the partitioned program; None where the candidate is rejected."""
-        setting = self.setting
+        setting, stage = self.setting, self.setting.progress.stopwatch.stage
         try:
-            entry.built = build(
-                setting.prepared.traced, entry.layout, setting.prepared.request.mesh
-            )
-            outcome = self._run_passes(entry.built.lower())
+            with stage("lower"):
+                entry.built = build(
+                    setting.prepared.traced, entry.layout, setting.prepared.request.mesh
+                )
+                lowered = entry.built.lower()
+            outcome = self._run_passes(lowered)
         except Exception as error:
             self.reject(entry, f"lowering failed: {one_line(error)}")
             return None
@@ -220,6 +266,7 @@ class Evaluation:
         prediction = entry.proposal.prediction
         if isinstance(outcome, PartitionFailure):
             log.info("%s: not partitioned (%s)", entry.name, outcome.reason)
+            self._expired = self._expired or outcome.expired
             return prediction.time_s
         evidence = PartitionedEvidence(outcome.collectives, outcome.collective_bytes)
         entry.gain(Status.PARTITIONED, partitioned=evidence)
@@ -229,11 +276,28 @@ class Evaluation:
 
     def _run_passes(self, lowered: jax.stages.Lowered) -> Partitioned | PartitionFailure | Failure:
         """Runs Shardy's passes, in a process of their own where candidates compile in one."""
-        isolation = self.setting.isolation
-        outcome = None if isolation is None else isolation.partition(lowered)
-        if outcome is None or isinstance(outcome, InProcess):
+        isolation, stage = self.setting.isolation, self.setting.progress.stopwatch.stage
+        ready = False
+        if isolation is not None:
+            with stage("start"):
+                ready = isolation.ready()
+        if isolation is not None and ready:
+            with stage("partition"):
+                outcome = isolation.partition(lowered, self._passes_limit_s())
+            if not isinstance(outcome, InProcess):
+                return outcome
+        with stage("partition"):
             return partition(lowered, self.setting.prepared.request.mesh.axes)
-        return outcome
+
+    def _passes_limit_s(self) -> float:
+        """How long the passes may take: as a compilation, or where there was none yet, as all of
+        the search so far; and not beyond the deadline.
+        """
+        watch, deadline_s = self.setting.progress.stopwatch, self.setting.deadline_s
+        limit_s = watch.mean_s("compile") or watch.total_s
+        if deadline_s is not None:
+            limit_s = min(limit_s, max(deadline_s - time.monotonic(), MOMENT_S))
+        return limit_s
 
     # Compiling ------------------------------------------------------------------------------------
 
@@ -257,9 +321,9 @@ class Evaluation:
         before = entry.compiled
         if before is not None and not to_run:
             return
-        self.setting.progress.doing(f"compiling {entry.name}", self.status())
         try:
-            evidence = self._compile(entry, to_run=to_run)
+            with self.setting.progress.stage("compile", f"compiling {entry.name}", self.status()):
+                evidence = self._compile(entry, to_run=to_run)
         except Exception as error:
             self.reject(entry, f"compilation failed: {one_line(error)}")
             return
@@ -337,7 +401,12 @@ class Evaluation:
     def wants_verifying(self, entry: Entry) -> bool:
         """True for a candidate whose outputs were not compared yet, and can be."""
         compared = entry.candidate.verified is not None
-        return not (entry.rejected or compared or self.reference_failure)
+        if entry.rejected or compared or self.reference_failure:
+            return False
+        if self.late():
+            self.unverified = OUT_OF_TIME
+            return False
+        return True
 
     def verify(self, entry: Entry) -> None:
         """Compares a compiled candidate's outputs with the unsharded function's; a mismatch rejects
@@ -352,7 +421,11 @@ class Evaluation:
         self.compile(entry, to_run=True)
         if not self.compiled_here(entry):
             return
-        self.setting.progress.doing(f"verifying {entry.name}", self.status())
+        with self.setting.progress.stage("verify", f"verifying {entry.name}", self.status()):
+            self._verify(entry)
+
+    def _verify(self, entry: Entry) -> None:
+        """`verify`, of a candidate that was compiled to run."""
         try:
             other = self._set_reference(entry)
         except Exception as error:
@@ -472,6 +545,11 @@ class Evaluation:
         """Measures candidates against each other, round by round."""
         for entry in entries:
             self.compile(entry, to_run=True)
+        with self.setting.progress.stage("measure", "measuring"):
+            self._measure(entries)
+
+    def _measure(self, entries: Sequence[Entry]) -> None:
+        """`measure`, of candidates that were compiled to run."""
         by_name = {entry.name: entry for entry in entries if self.compiled_here(entry)}
         while by_name:
             try:

@@ -54,7 +54,7 @@ class LocalEvaluator:
         untried = [entry for entry in entries if entry.untried]
         self.evaluation.expect(untried)
         for entry in untried:
-            if self.evaluation.late() and any_compiled(entries):
+            if self.evaluation.late() and any_fits(self.evaluation):
                 return
             self.evaluation.compile(entry)
 
@@ -72,7 +72,7 @@ class LocalEvaluator:
         """See `Evaluator`; those that were measured already are not measured again."""
         self.compile(entries)
         able = measurable(self.evaluation, entries)
-        if not all_measured(able):
+        if not all_measured(able) and not self.evaluation.late():
             self.evaluation.measure(able)
 
     def choose(self, purpose: str, choice: Callable[[], Sequence[Entry]]) -> list[Entry]:
@@ -80,9 +80,9 @@ class LocalEvaluator:
         return list(choice())
 
 
-def any_compiled(entries: Sequence[Entry]) -> bool:
-    """True if there is a compiled program of one."""
-    return any(entry.compiled is not None for entry in entries)
+def any_fits(evaluation: Evaluation) -> bool:
+    """True if there is a candidate that was compiled and not rejected."""
+    return any(entry.fits for entry in evaluation.entries)
 
 
 def measurable(evaluation: Evaluation, entries: Sequence[Entry]) -> list[Entry]:

@@ -31,6 +31,7 @@ from autoshard.errors import AutoshardError, MeshError, ProcessesError
 from autoshard.evaluate.device_runner import Arbitrated, Compared, DeviceRunner
 from autoshard.evidence.candidate import Candidate, Measured, Skipped
 from autoshard.evidence.throughput import Throughput
+from autoshard.evidence.timings import Timings
 from autoshard.jax_internals import coordination
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
@@ -61,6 +62,7 @@ class Outcome:
         throughput: Of the plan, predicted.
         when: Date and time of the end.
         search_s: How long it took.
+        timings: Where that went.
     """
 
     key: str
@@ -76,6 +78,7 @@ class Outcome:
     throughput: Throughput
     when: str
     search_s: float
+    timings: Timings
 
 
 @contextmanager

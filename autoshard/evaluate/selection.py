@@ -61,7 +61,7 @@ def select(evaluator: Evaluator, effort: Effort) -> Entry:
         return uncompiled_best(evaluator, effort)
     fitting = _compiled(evaluator, effort)
     able = [entry for entry in fitting if not evaluator.evaluation.too_large(entry)]
-    if effort.measured and able:
+    if effort.measured and able and not evaluator.evaluation.late():
         return _measured_winner(evaluator, able, effort)
     while True:
         for entry in fitting:
@@ -129,7 +129,7 @@ def choose_compiled(evaluator: Evaluator, effort: Effort, share: float = 1.0) ->
         if partitioned is None:
             partitioned = PARTITIONED_PER_COMPILED * effort.compiled
         shortlist = _shortlist(_distinct(hopeful), max(partitioned, effort.compiled))
-        ranked = _partitioned(evaluation, shortlist)
+        ranked = _partitioned(evaluation, shortlist, may_compile=effort.compiled > 1)
         tried = [entry for entry in evaluation.entries if not entry.untried]
         fresh = [entry for entry in ranked if entry not in tried]
         places = math.ceil(share * max(0, effort.compiled - len(tried)))
@@ -159,10 +159,24 @@ def _choose_more(evaluator: Evaluator, effort: Effort, chosen: Sequence[Entry]) 
     return evaluator.choose("compiled", choice)
 
 
-def _partitioned(evaluation: Evaluation, shortlist: list[Entry]) -> list[Entry]:
-    """Partitions candidates; returns them best first by what came of it, without failures."""
-    evaluation.setting.progress.say(f"partitioning {len(shortlist)} candidates")
-    times = evaluation.partition(shortlist)
+def _partitioned(
+    evaluation: Evaluation, shortlist: list[Entry], *, may_compile: bool = False
+) -> list[Entry]:
+    """Partitions candidates; returns them best first by what came of it, without failures.
+
+    Args:
+        evaluation: Whose candidates.
+        shortlist: The best by prediction first.
+        may_compile: As for `Evaluation.partition`.
+    """
+    progress = evaluation.setting.progress
+    progress.say(f"partitioning {len(shortlist)} candidates")
+    times = evaluation.partition(shortlist, may_compile=may_compile)
+    done = sum(entry.candidate.partitioned is not None for entry in shortlist)
+    progress.say(
+        f"{done} of {len(shortlist)} partitioned: {progress.spent('partition')} (lowering them "
+        f"{progress.spent('lower')})"
+    )
     budget_bytes = evaluation.setting.budget_bytes
 
     def order(entry: Entry) -> tuple[object, ...]:
@@ -238,6 +252,9 @@ def _measured_winner(evaluator: Evaluator, fitting: list[Entry], effort: Effort)
         measured = [entry for entry in chosen if entry.measured]
         if measured:
             return _reevaluated(evaluator, fastest(measured), effort)
+        if evaluator.evaluation.late():
+            evaluator.evaluation.setting.progress.say("out of time before measuring")
+            return chosen[0]
         left = _without(left, chosen) or _next_best(evaluator, effort.compiled)
     raise all_rejected(evaluator.evaluation)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from autoshard.errors import StudyError
 from autoshard.evaluate.entry import Entry
 from autoshard.evaluate.evaluation import Evaluation
-from autoshard.evaluate.evaluator import LocalEvaluator, all_measured, any_compiled, measurable
+from autoshard.evaluate.evaluator import LocalEvaluator, all_measured, any_fits, measurable
 from autoshard.evaluate.target_compiles import Level
 from autoshard.evidence.candidate import Candidate
 from autoshard.search.study.shared_study import SharedStudy, candidates_of
@@ -43,7 +43,7 @@ class SharedEvaluator:
             untried,
             self.evaluation.compile,
             capability="compile",
-            stop=lambda: self.evaluation.late() and any_compiled(entries),
+            stop=lambda: self.evaluation.late() and any_fits(self.evaluation),
         )
 
     def compile_on_target(self, entries: Sequence[Entry], level: Level) -> None:
@@ -71,7 +71,7 @@ class SharedEvaluator:
         """See `Evaluator`; together, on one worker."""
         self.compile(entries)
         able = measurable(self.evaluation, entries)
-        if not able or (all_measured(able) and not self._study.again):
+        if not able or self.evaluation.late() or (all_measured(able) and not self._study.again):
             return
 
         def run() -> Result:

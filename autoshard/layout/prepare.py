@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +39,9 @@ Pins = PinMap | HasSpecs | Literal["metadata"] | None
 UserConstraints = Literal["pin", "ignore"]
 CarryPairs = tuple[tuple[int, int], ...]
 """Pairs (input leaf, output leaf) that are the same array one step later."""
+
+Stages = Callable[[str], AbstractContextManager[None]]
+"""Gives, by the name of a stage, what it is run within."""
 
 LARGE_CONSTANT_BYTES = 2**20
 """Captured constants from this size on get a note; smaller ones, such as masks, are common.
@@ -138,18 +142,37 @@ def make_request(
     return Request(fn, options, info, carry, pins, own_constraints), call
 
 
-def prepare(request: Request, call: Call) -> Prepared:
-    """Traces a request and finds its axis classes, logical axes, groups and pins."""
+def _unwatched(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def prepare(request: Request, call: Call, stage: Stages = _unwatched) -> Prepared:
+    """Traces a request and finds its axis classes, logical axes, groups and pins.
+
+    Args:
+        request: The request.
+        call: Its example arguments.
+        stage: Within what it gives, by name, the stages are run: `trace` and `axes`.
+    """
+    with stage("trace"):
+        traced = _traced(request, call)
+    with stage("axes"):
+        return _prepared(request, call, traced)
+
+
+def _traced(request: Request, call: Call) -> Traced:
     mesh = request.mesh
-    keep_user_constraints = request.user_constraints == "pin"
-    traced = trace(
+    return trace(
         request.fn,
         call,
         mesh.auto,
         own_mesh=mesh.user if mesh.explicit_axes else None,
-        keep_user_constraints=keep_user_constraints,
+        keep_user_constraints=request.user_constraints == "pin",
     )
-    program = traced.program
+
+
+def _prepared(request: Request, call: Call, traced: Traced) -> Prepared:
+    mesh, program = request.mesh, traced.program
     carry = _carry_of(request, traced)
 
     finder = RuleFinder()

@@ -7,16 +7,23 @@ captured to read the partitioner's warnings.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
 
 from autoshard.processes.interrupts import Interrupts
+from autoshard.processes.stopwatch import Stopwatch
 
 
 class Progress:
-    """Says what is being done; a context manager."""
+    """Says what is being done, and knows how long it took; a context manager.
+
+    Attributes:
+        stopwatch: Wall time by stage.
+    """
 
     def __init__(self, enabled: bool, interrupts: Interrupts | None = None) -> None:
         """Says nothing yet.
@@ -26,6 +33,7 @@ class Progress:
             interrupts: Checked at every step, so that a Ctrl-C whose exception was lost still ends
                 the search.
         """
+        self.stopwatch = Stopwatch()
         self._interrupts = interrupts
         self._console: Console | None = None
         self._line: Status | None = None
@@ -51,6 +59,18 @@ class Progress:
         if self._console is not None:
             self._file.close()
             self._console = None
+
+    @contextmanager
+    def stage(self, name: str, text: str = "", status: str = "") -> Iterator[None]:
+        """Within it time is that of a stage; says so first, as `doing` does."""
+        self.doing(text or name, status)
+        with self.stopwatch.stage(name):
+            yield
+
+    def spent(self, name: str) -> str:
+        """How long a stage took so far, and its share of the time since the search began."""
+        seconds, total_s = self.stopwatch.seconds.get(name, 0.0), self.stopwatch.total_s
+        return f"{seconds:.2g} s, {seconds / max(total_s, 1e-9):.0%} of the time so far"
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from autoshard.evidence.candidate import Candidate, Status, winner_of
+from autoshard.evidence.timings import Timings
 from autoshard.report.candidate_texts import CandidateTexts, candidate_texts
 from autoshard.report.fill_template import fill, markup
+from autoshard.report.plan_text import timings_text
 from autoshard.report.svg import AxisName, Point, mesh_svg, scatter_svg
 from autoshard.table.leaf_patterns import fold
 from autoshard.table.schema import Leaf
@@ -61,13 +63,21 @@ def report_html(table: SpecTable) -> str:
     return str(page)
 
 
-def fragment_html(table: SpecTable) -> str:
-    """The part that a notebook shows: what the plan is in words, its rules and specs."""
+def fragment_html(table: SpecTable, timings: Timings | None = None) -> str:
+    """The part that a notebook shows: what the plan is in words, its rules and specs.
+
+    Args:
+        table: The plan as a file.
+        timings: Where the time of its search went.
+    """
+    sentences: list[str] = list(summary(table, candidates_of(table)))
+    if timings is not None:
+        sentences.append(timings_text(timings))
     fragment = fill(
         "fragment.html",
         table=table,
         mesh=_mesh_text(table),
-        sentences=summary(table, candidates_of(table)),
+        sentences=sentences,
         leaves=_leaf_rows(table.inputs),
     )
     return str(fragment)

@@ -8,6 +8,7 @@ from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.evidence.candidate import Candidate, CompiledEvidence, Skipped, Status, winner_of
 from autoshard.evidence.collectives import Collective
 from autoshard.evidence.throughput import Throughput
+from autoshard.evidence.timings import Timings
 from autoshard.report.candidate_texts import candidate_texts
 from autoshard.report.text_table import TextTable, columns, render
 from autoshard.table.leaf_patterns import Each, fold
@@ -92,6 +93,8 @@ def plan_text(plan: BoundPlan, table: SpecTable) -> str:
     lines += _number_lines(plan)
     if plan.bound:
         lines.append(plan.bound)
+    if plan.timings is not None:
+        lines.append(timings_text(plan.timings))
     lines += [f"note: {note}" for note in plan.notes]
     tables = [_specs_table(table)]
     if plan.candidates:
@@ -180,6 +183,23 @@ def throughput_text(throughput: Throughput) -> str:
         f"predicted: step {seconds_text(throughput.step_s)}, {rates}; efficiency "
         f"{throughput.efficiency:.0%}, {throughput.speed_up:.1f} times as fast as one device"
     )
+
+
+def timings_text(timings: Timings) -> str:
+    """Where the time of a search went on one line, what took longest first.
+
+    >>> counts = {"trace": 1, "compile": 12}
+    >>> print(timings_text(Timings({"trace": 1.0, "compile": 7.5}, counts, 10.0)))
+    searched for 10.0 s: compile 7.50 s (75%, 12 times), trace 1.00 s (10%), other 1.50 s (15%)
+    """
+    parts = []
+    for stage in sorted(timings, key=lambda stage: -timings[stage]):
+        times = f", {timings.counts[stage]} times" if timings.counts[stage] > 1 else ""
+        parts.append(f"{stage} {seconds_text(timings[stage])} ({timings.share(stage):.0%}{times})")
+    other_s = timings.total_s - sum(timings.seconds.values())
+    if timings.total_s:
+        parts.append(f"other {seconds_text(other_s)} ({other_s / timings.total_s:.0%})")
+    return f"searched for {seconds_text(timings.total_s)}: {', '.join(parts)}"
 
 
 def skipped_text(skipped: Iterable[Skipped]) -> str:

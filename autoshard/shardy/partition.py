@@ -92,9 +92,15 @@ class Partitioned:
 
 @dataclass(frozen=True, slots=True)
 class PartitionFailure:
-    """The partitioner's passes failed; the candidate is to be rejected with this reason."""
+    """The partitioner's passes failed, for this reason; the compiler may still take the program.
+
+    Attributes:
+        reason: In one line.
+        expired: They took too long and were ended.
+    """
 
     reason: str
+    expired: bool = False
 
 
 def partition(

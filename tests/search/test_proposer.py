@@ -14,6 +14,7 @@ from autoshard.cost_model.predict import Predictions, Predictor
 from autoshard.layout.prepare import Prepared
 from autoshard.search.presets import ORDER
 from autoshard.search.proposer import Proposals, propose
+from autoshard.search.sampler import Watch
 from tests.models import decoder_args, decoder_step, mlp_args, mlp_step
 from tests.stages import mesh_of, prepared
 
@@ -115,9 +116,25 @@ def test_ctrl_c_keeps_what_was_found(mlp: Prepared) -> None:
     def stop(done: int, of: int) -> None:
         raise KeyboardInterrupt
 
-    proposals, _ = search(mlp, on_progress=stop)
+    proposals, _ = search(mlp, watch=Watch(on_progress=stop))
     assert proposals.interrupted
     assert {"dp", "fsdp", "tp"} <= {p.name for p in proposals.ranked}
+
+
+@pytest.mark.parametrize("questions", [0, 1, 3])
+def test_a_proposer_that_is_out_of_time_keeps_the_presets(mlp: Prepared, questions: int) -> None:
+    asked = 0
+
+    def late() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > questions
+
+    whole, _ = search(mlp, enumerate_at_most=0)
+    proposals, _ = search(mlp, enumerate_at_most=0, watch=Watch(late=late))
+    assert not proposals.interrupted
+    assert {"dp", "fsdp", "tp"} <= {p.name for p in proposals.ranked}
+    assert proposals.evaluations < whole.evaluations
 
 
 def test_nothing_to_search_is_no_error() -> None:
