@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from autoshard.devices.target import MAX_CPU_DEVICES
 from autoshard.errors import ArgumentError, FactoryError, ProcessesError
 from autoshard.text import first_line
 
@@ -112,8 +113,11 @@ def use_cpu_devices(count: int | None) -> None:
     """
     if count is None:
         return
-    if count < 1:
-        raise ArgumentError(f"--cpu-devices {count}: it must be at least 1.")
+    if not 1 <= count <= MAX_CPU_DEVICES:
+        raise ArgumentError(
+            f"--cpu-devices {count}: a process has 1 to {MAX_CPU_DEVICES} of them. Name a smaller "
+            f"mesh, or plan for hardware that is not here: --target."
+        )
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", count)

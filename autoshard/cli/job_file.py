@@ -42,8 +42,8 @@ from autoshard.search.study.shared_study import Sharing
 from autoshard.search.study.task_queue import CAPABILITIES, Capability
 
 MAX_BYTES = 2**20
-"""Of a job file: one is a page long, and another file named by mistake is not read. Chosen by hand;
-no test depends on it."""
+"""Of a job file: one is a page long, and another file named by mistake is not read. Without it
+test_what_is_read_is_bounded fails."""
 
 PATTERN = "re:"
 """Begins a pattern of leaf paths."""
@@ -149,11 +149,13 @@ def read_job(what: str, options: Mapping[str, Any]) -> Job:
         return Job(factory=what).updated(options)
     path = Path(what)
     try:
-        if path.stat().st_size > MAX_BYTES:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise ArgumentError(
                 f"job file {what}: larger than {MAX_BYTES} bytes; that is no job file."
             )
-        text = path.read_text(encoding="utf-8")
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ArgumentError(f"job file {what!r} cannot be read: {reason}.") from None

@@ -23,6 +23,10 @@ import msgspec
 from autoshard.compiler.compile import Reading
 from autoshard.devices.target import Target
 
+MAX_FILE_BYTES = 2**24
+"""Of a file: the largest program that was read has 40 kB of figures. What is larger is compiled
+anew; without it test_what_is_read_is_bounded fails."""
+
 FORMAT = 2
 """Version of the files, and of how a program's text is read: raise it where `hlo_collectives` or
 `hlo_cycles` reads another number from the same text."""
@@ -97,8 +101,12 @@ class CompileCache:
     def get(self, key: str) -> Stored | None:
         """The outcome under a key, None where there is none that can be read."""
         try:
-            stored = msgspec.json.decode(self._path(key).read_bytes(), type=Stored)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            with self._path(key).open("rb") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+            if len(text) > MAX_FILE_BYTES:
+                return None
+            stored = msgspec.json.decode(text, type=Stored)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return stored if stored.reading is not None or stored.refusal is not None else None
 

@@ -166,6 +166,11 @@ _GPUS = {
 GPUS: Mapping[str, GpuPart] = MappingProxyType(_GPUS)
 
 
+MAX_DESCRIPTION_BYTES = 2**20
+"""Read of a captured description at most, which is a page long. Chosen by hand; no test depends on
+it: what is cut there is refused by the compiler."""
+
+
 def gpu_description(part: str, name: str, forms: str) -> str:
     """The description of a part that is listed here, or the text of a captured one.
 
@@ -184,7 +189,8 @@ def gpu_description(part: str, name: str, forms: str) -> str:
         raise TargetError(
             f"target {name!r}: there is no GPU {part!r}, and no file of that name. {forms}"
         )
-    text = path.read_text(encoding="utf-8", errors="replace")
+    with path.open("rb") as file:
+        text = file.read(MAX_DESCRIPTION_BYTES).decode("utf-8", "replace")
     if "gpu_device_info" not in text or "cuda_compute_capability" not in text:
         raise TargetError(
             f"target {name!r}: {part} is no description of a GPU (it names no gpu_device_info with "

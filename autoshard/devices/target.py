@@ -27,6 +27,14 @@ from autoshard.devices.parts import GPUS, TPUS, gpu_description
 from autoshard.devices.platforms import facts_of
 from autoshard.errors import TargetError
 
+MAX_CPU_DEVICES = 2**11
+"""CPU devices of one process, by XLA (kMaxCpuDevicesPerProcess in pjrt/plugin/xla_cpu): with more,
+jax takes some for another process's, and hangs."""
+
+MAX_DEVICES = 2**17
+"""Devices of a target: more than any cluster that is known (100,000 GPUs, 2024); each is a value in
+memory. Chosen by hand; test_bad_targets_say_what_is_known has more."""
+
 Platform = Literal["tpu", "gpu", "cpu"]
 
 _TPU = re.compile(r"tpu:(\w+):(\d+(?:x\d+){1,2})(?:\*(\d+))?")
@@ -252,6 +260,11 @@ def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
     {'data': 4, 'model': 2}
     """
     hardware = parse_target(name)
+    if hardware.device_count > MAX_DEVICES:
+        raise TargetError(
+            f"target {name!r} has {hardware.device_count} devices, at most {MAX_DEVICES} are "
+            f"planned for. Name a part of it."
+        )
     axes = parse_axes(mesh) if isinstance(mesh, str) else dict(mesh)
     count = math.prod(axes.values())
     if count != hardware.device_count:

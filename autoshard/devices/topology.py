@@ -16,8 +16,8 @@ from jax.experimental import topologies
 
 from autoshard.devices.parts import TPUS
 from autoshard.devices.platforms import facts_of
-from autoshard.devices.target import Target
-from autoshard.errors import ExtraError
+from autoshard.devices.target import MAX_CPU_DEVICES, Target
+from autoshard.errors import ExtraError, TargetError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,14 @@ def require_compiler(target: Target) -> None:
 
     Raises:
         ExtraError: If it is not; the message has the command that installs it.
+        TargetError: If it takes no so many devices.
     """
     if facts_of(target.platform).on_host:
+        if target.device_count > MAX_CPU_DEVICES:
+            raise TargetError(
+                f"compiling for {target}: XLA:CPU has at most {MAX_CPU_DEVICES} devices. Name "
+                f"fewer, or predict only: effort=autoshard.Effort(compiled=0, measured=0)."
+            )
         return
     extra = _EXTRAS[target.platform]
     if not any(importlib.util.find_spec(package) for package in extra.packages):

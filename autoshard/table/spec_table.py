@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from jax.sharding import PartitionSpec
@@ -15,6 +17,10 @@ from autoshard.table.schema import TableData, checksum_of, plan_parts
 from autoshard.table.spec_entry import spec_from_entry
 from autoshard.table.strict_json import read_text, shown
 from autoshard.table.write_table import write_table
+
+MAX_NUMBER = 1e30
+"""Seconds, bytes and operations of a candidate at most, so that texts and plots of them end.
+Chosen by hand; test_numbers_that_cannot_be_are_refused has some above it."""
 
 
 class SpecTable(TableData, frozen=True):
@@ -115,9 +121,34 @@ def candidates_of(table: SpecTable) -> list[Candidate]:
         TableError: If a record is none.
     """
     try:
-        return [msgspec.convert(record, Candidate) for record in table.evidence.candidates]
-    except msgspec.ValidationError as error:
-        raise TableError(
-            f"the table's evidence has a candidate that is none ({shown(error)}). Restore it from "
-            f"version control."
-        ) from None
+        candidates = [msgspec.convert(record, Candidate) for record in table.evidence.candidates]
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _bad_candidate(shown(error) or "nested too deeply") from None
+    for candidate in candidates:
+        if not all(map(_possible, _numbers(candidate.to_dict()))):
+            raise _bad_candidate(
+                f"a number of {shown(candidate.name)!r} is not between 0 and {MAX_NUMBER:.0e}"
+            )
+    return candidates
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """The numbers in plain data."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def _possible(number: float) -> bool:
+    return 0 <= number <= MAX_NUMBER
+
+
+def _bad_candidate(fault: str) -> TableError:
+    return TableError(
+        f"the table's evidence has a candidate that is none ({fault}). Restore it from version "
+        f"control."
+    )

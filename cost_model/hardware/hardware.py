@@ -22,6 +22,10 @@ from autoshard.text import BINARY_UNITS
 
 _GIB = BINARY_UNITS["GiB"]
 
+MAX_FILE_BYTES = 2**20
+"""Of a hardware description: one is a page long, and another file named by mistake is not read.
+Without it test_what_is_read_is_bounded fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -218,7 +222,7 @@ class Hardware:
         """
         try:
             return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HardwareError(
                 f"this is no hardware description: {error}. Write one with Hardware(...).to_json()."
             ) from error
@@ -235,7 +239,13 @@ class Hardware:
             HardwareError: If the file cannot be read or is no hardware description.
         """
         try:
-            return cls.from_json(Path(path).read_bytes())
+            with Path(path).open("rb") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+            if len(text) > MAX_FILE_BYTES:
+                raise HardwareError(
+                    f"larger than {MAX_FILE_BYTES} bytes; that is no hardware description."
+                )
+            return cls.from_json(text)
         except OSError as error:
             raise HardwareError(
                 f"cannot read hardware description {str(path)!r}: {error.strerror}."

@@ -147,7 +147,7 @@ def test_no_password_is_printed(written: str, secret: str, server: Server, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("written", WRITTEN)
-@settings(fuzz, max_examples=300)
+@settings(fuzz, max_examples=100)
 @given(secret=SECRETS)
 def test_no_password_is_printed_of_many(
     written: str, secret: str, server: Server, tmp_path: Path

@@ -56,6 +56,7 @@ def test_a_target_is_a_mesh(name: str, mesh: str, kind: str, far: tuple[str, ...
         ("gpu:h300:1x8", "data=8", ["no GPU 'h300'", "b200"]),
         ("gpu:h100:0x8", "data=8", ["no devices"]),
         ("cpu:0", "data=1", ["not known", "cpu:DEVICES"]),
+        ("cpu:2147483648", "data=2147483648", ["2147483648 devices", "at most 131072"]),
         ("warp", "data=1", ["not known", "tpu:v5e:4x4"]),
     ],
 )
@@ -114,6 +115,14 @@ def test_without_its_compiler_a_target_is_still_predicted_and_partitioned(
     assert any(candidate.partitioned is not None for candidate in found.candidates)
     assert not found.verified
     assert "not here" in found.verified.reason
+
+
+def test_more_devices_than_xla_has_are_predicted_and_not_compiled() -> None:
+    options: dict[str, Any] = {"target": "cpu:60000", "progress": False}
+    found = optimize(step, args(), "data=60000", effort=Effort(0, 0), **options)
+    assert found.rules == ()
+    with pytest.raises(TargetError, match=r"has at most 2048 devices.*compiled=0"):
+        optimize(step, args(), "data=60000", effort=Effort(1, 0), **options)
 
 
 def test_refusals_are_read() -> None:
