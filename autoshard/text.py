@@ -16,6 +16,9 @@ LINE_LENGTH = 300
 """Most characters of an error's message on one line: XLA's first lines may be pages long. Chosen by
 hand, no test depends on it."""
 
+MAX_SHOWN = 500
+"""Most characters of a file's own text in an error. Chosen by hand, no test depends on it."""
+
 _SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[KMGT]i?)?B)\s*")
 
 
@@ -61,6 +64,16 @@ def printable(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def shown(value: object) -> str:
+    r"""Text of a file that is safe to print, cut where it is very long.
+
+    >>> shown("w" + chr(27) + "[31m")
+    'w\\x1b[31m'
+    """
+    text = printable(str(value))
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def first_line(text: str) -> str:

@@ -40,6 +40,7 @@ from autoshard.search.study.lease_watch import LEASE_S
 from autoshard.search.study.passwords import without_password
 from autoshard.search.study.shared_study import Sharing
 from autoshard.search.study.task_queue import CAPABILITIES, Capability
+from autoshard.text import shown
 
 MAX_BYTES = 2**20
 """Of a job file: one is a page long, and another file named by mistake is not read. Without it
@@ -170,22 +171,23 @@ def parse_job(text: str, where: str) -> Job:
     """
     try:
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is the former
         raise ArgumentError(
-            f"job file {where}: no TOML: {str(error) or 'nested too deeply'}."
+            f"job file {where}: no TOML: {shown(error) or 'nested too deeply'}."
         ) from None
     names = [field.name for field in fields(Job)]
     unknown = sorted(set(document) - set(names))
     if unknown:
         raise ArgumentError(
-            f"job file {where}: unknown field {unknown[0]!r}. It may have {', '.join(names)}."
+            f"job file {where}: unknown field {shown(unknown[0])!r}. It may have "
+            f"{', '.join(names)}."
         )
     if ("factory" in document) == ("variants" in document):
         raise ArgumentError(f"job file {where}: it must have either a factory or variants.")
     try:
         return msgspec.convert(document, Job)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ArgumentError(f"job file {where}: {without_password(str(error))}.") from None
+        raise ArgumentError(f"job file {where}: {shown(without_password(str(error)))}.") from None
 
 
 def arguments_of(job: Job) -> dict[str, Any]:

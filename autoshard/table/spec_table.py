@@ -15,8 +15,9 @@ from autoshard.evidence.candidate import Candidate
 from autoshard.table.read_table import read_table
 from autoshard.table.schema import TableData, checksum_of, plan_parts
 from autoshard.table.spec_entry import spec_from_entry
-from autoshard.table.strict_json import read_text, shown
+from autoshard.table.strict_json import read_text
 from autoshard.table.write_table import write_table
+from autoshard.text import shown
 
 MAX_NUMBER = 1e30
 """Seconds, bytes and operations of a candidate at most, so that texts and plots of them end.

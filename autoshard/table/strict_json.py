@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from autoshard.errors import TableError
-from autoshard.text import printable
+from autoshard.text import shown
 
 MAX_BYTES = 64 * 2**20
 """Most bytes of a file that is read: a table of 10,000 leaves is 3 MB (measured). Without it
@@ -24,9 +24,6 @@ test_a_file_too_large_to_be_a_table_is_not_read fails."""
 MAX_DEPTH = 32
 """Objects and lists inside each other: a table has 7 at most. Without it test_sizes_are_bounded
 ends in a RecursionError when the table is written again."""
-
-MAX_SHOWN = 500
-"""Most characters of a file's own text in an error. Chosen by hand, no test depends on it."""
 
 
 def read_text(path: str | Path) -> str:
@@ -123,7 +120,8 @@ def parse(source: Source) -> dict[str, Any]:
 
     try:
         data = json.loads(source.text, object_pairs_hook=unique, parse_constant=no_number)
-        source.text.encode("utf-8")  # half a surrogate is text to Python, and to nobody else
+        # Half a surrogate is text to Python, and to nobody else; the file may hold its escape.
+        _check_encodable(source.text, data)
     except RecursionError:
         raise TableError(
             f"{where}: is no spec table: it is nested too deeply. Check the path."
@@ -148,6 +146,13 @@ def parse(source: Source) -> dict[str, Any]:
             f"Check the path."
         )
     return data
+
+
+def _check_encodable(text: str, data: Any) -> None:
+    """Raises ValueError (as it comes from the codec) if a text of the data cannot be encoded."""
+    text.encode("utf-8")
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(data, ensure_ascii=False).encode("utf-8")
 
 
 def _deeper_than(data: Any, depth: int) -> bool:
@@ -185,13 +190,3 @@ def object_at(data: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     if not isinstance(data[name], dict):
         raise source.error(f"Expected `object`, got `{type(data[name]).__name__}`", name)
     return dict(data[name])
-
-
-def shown(value: object) -> str:
-    r"""Text that is safe to print, cut where it is very long.
-
-    >>> shown("w" + chr(27) + "[31m")
-    'w\\x1b[31m'
-    """
-    text = printable(str(value))
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from autoshard.errors import HardwareError
-from autoshard.text import BINARY_UNITS
+from autoshard.text import BINARY_UNITS, shown
 
 _GIB = BINARY_UNITS["GiB"]
 
@@ -223,8 +223,9 @@ class Hardware:
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            fault = shown(error) or "nested too deeply"
             raise HardwareError(
-                f"this is no hardware description: {error}. Write one with Hardware(...).to_json()."
+                f"this is no hardware description: {fault}. Write one with Hardware(...).to_json()."
             ) from error
 
     def save(self, path: str | Path) -> None:
