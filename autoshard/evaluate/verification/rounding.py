@@ -45,8 +45,9 @@ ROUNDINGS = 4.0
 multiplication rounds once less (`tests/benchmarks/faults.py`)."""
 
 LOW_ROUNDINGS = 4.0
-"""Roundings to the lowest precision on a path of the program, of the scale of an output; few enough
-that a sum counted twice is seen in bfloat16 too (`tests/evaluate/test_verify.py`)."""
+"""Where the spread does not say what fusing does: roundings to the lowest precision on a path of
+the program, of the scale of an output; few enough that a sum counted twice is seen in bfloat16 too
+(`tests/evaluate/test_verify.py`)."""
 
 COARSEST = 0.25
 """However low the precision (float8_e5m2 has an epsilon of 0.25), a lost shard or a sum counted
@@ -76,14 +77,18 @@ class Spread:
         self._run = run
         self._moved = [np.zeros(leaf.shape, np.float32) for leaf in base]
 
+    def add(self, outputs: Outputs) -> None:
+        """Counts the outputs of another run."""
+        for moved, base, leaf in zip(self._moved, self.base, outputs, strict=True):
+            with np.errstate(over="ignore"):
+                moved[...] = np.maximum(moved, distances(base, leaf))
+
     def double(self) -> bool:
         """Makes the first runs, or as many again as there are; False where there are enough."""
         if self.runs >= MOST_RUNS:
             return False
         for number in range(self.runs + 1, max(FIRST_RUNS, 2 * self.runs) + 1):
-            for moved, base, leaf in zip(self._moved, self.base, self._run(number), strict=True):
-                with np.errstate(over="ignore"):
-                    moved[...] = np.maximum(moved, distances(base, leaf))
+            self.add(self._run(number))
             self.runs = number
         return True
 
@@ -93,6 +98,11 @@ class Spread:
         if np.issubdtype(self.base[number].dtype, np.inexact):
             return moved
         return np.where(moved > 0, np.float32(np.inf), np.float32(0.0))
+
+    def largest(self, number: int) -> float:
+        """Of an output of floats, the largest move of an element that stays finite."""
+        moved = self._moved[number]
+        return float(moved[np.isfinite(moved)].max(initial=0.0))
 
 
 class Rounding:
@@ -109,22 +119,34 @@ class Rounding:
             of_floats = _is_float(value.dtype)
             self._own.append(max(epsilon(value.dtype), self._single) if of_floats else 0.0)
 
-    def of(self, number: int, wanted: np.ndarray, sums_moved: bool) -> np.ndarray:
-        """Of an output, by element.
+    def tolerance(
+        self, number: int, wanted: np.ndarray, spread: Spread, *, fused: bool
+    ) -> np.ndarray:
+        """How far each element of an output may be off.
 
         Args:
             number: Position of the output.
             wanted: Its elements.
-            sums_moved: Whether the spread says what the order of sums does.
+            spread: Of its elements.
+            fused: Whether the spread has a run with equations fused. In low precision that changes
+                much: without such a run, an element may be off by some roundings of the scale of
+                its output; with one, by the largest move of any element (one that is rounded to few
+                digits seldom moves, and then far).
         """
         if not np.issubdtype(wanted.dtype, np.inexact):
-            return np.zeros(wanted.shape)
+            return spread.of(number)
         finite = np.isfinite(wanted)
         size = np.where(finite, np.abs(np.where(finite, wanted, 0)), 0.0)
         scale = float(size.max(initial=0.0))
-        of_scale = self._low if sums_moved else self._low + self._sum
-        of_leaf: np.ndarray = ROUNDINGS * self._own[number] * size
-        return of_leaf + (of_scale * scale + float(np.finfo(np.float32).tiny))
+        of_output = float(np.finfo(np.float32).tiny)
+        if not spread.sums_moved:
+            of_output += self._sum * scale
+        if not fused:
+            of_output += self._low * scale
+        elif self._low:
+            of_output += spread.largest(number)
+        of_elements = FACTOR * spread.of(number).astype(np.float64)
+        return np.asarray(of_elements + ROUNDINGS * self._own[number] * size + of_output)
 
 
 def epsilon_of(classes: AxisClasses) -> float:
