@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from autoshard.processes.supervisor import end_with_supervisor
 from autoshard.search.study import journal_lock
 from autoshard.search.study.claims import Claims, claim_of
 from autoshard.search.study.heartbeat import WITHOUT_JAX
@@ -50,11 +51,21 @@ def evaluate(number: int, seconds: float, log: Path, what: str) -> Result:
         import ctypes
 
         ctypes.PyDLL(None).sleep(1000)  # one call, in which no other thread ever runs
-    if what == "busy":
+    if what == "compiler":
+        compile_beside(seconds)
+    elif what == "busy":
         hold_the_interpreter(seconds)
     else:
         time.sleep(seconds)
     return Result({"number": number, "by": os.getpid()}, value_of(number))
+
+
+def compile_beside(seconds: float) -> None:
+    """A process of its own that takes a while; one that is killed is started once more."""
+    for _ in range(2):
+        if subprocess.run(["sleep", str(seconds)], check=False).returncode == 0:
+            return
+    raise RuntimeError("the compiler was killed twice")
 
 
 def hold_the_interpreter(seconds: float) -> None:
@@ -138,24 +149,23 @@ def start(
     lease_s: float = LEASE_S,
 ) -> subprocess.Popen[str]:
     """A worker in a process of its own, with standard error in a pipe."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            WITHOUT_JAX + "from tests.jobs.crew import main; main()",
-            str(ROOT / "autoshard"),
-            where,
-            study,
-            str(count),
-            str(seconds),
-            str(log),
-            what,
-            str(lease_s),
-        ],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = worker_command(where, count, seconds, log, what, study, lease_s)
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def worker_command(
+    where: str,
+    count: int,
+    seconds: float,
+    log: Path,
+    what: str = "",
+    study: str = "s",
+    lease_s: float = LEASE_S,
+) -> list[str]:
+    """The command line of such a worker."""
+    program = WITHOUT_JAX + "from tests.jobs.crew import main; main()"
+    arguments = (ROOT / "autoshard", where, study, count, seconds, log, what, lease_s)
+    return [sys.executable, "-c", program, *map(str, arguments)]
 
 
 @contextmanager
@@ -202,6 +212,7 @@ def evaluations(log: Path) -> list[int]:
 
 def main() -> None:
     where, study, count, seconds, log, what, lease_s = sys.argv[1:8]
+    end_with_supervisor()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if what.startswith("append "):
         die_while_appending(int(what.split()[1]))

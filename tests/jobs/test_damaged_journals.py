@@ -26,16 +26,18 @@ from autoshard.search.study.claims import Claim, claim_of
 from autoshard.search.study.heartbeat import Alive
 from tests.jobs import stand_in
 from tests.jobs.crew import claims_of
-from tests.jobs.test_workers import ENVIRONMENT
+from tests.jobs.test_workers import ENVIRONMENT, autoshard, said
 
 EDITS_IN_THE_SUITE, EDITS = 100, 2000
 LEASE_S = 0.02
 
 
-def job_in(folder: Path) -> Path:
+def job_in(folder: Path, compiled: int = 6, measured: int = 2) -> Path:
     folder.mkdir()
     (folder / "job.py").write_text(stand_in.FACTORY)
-    job = stand_in.JOB.format(compiled=6, measured=2, storage="journal:study.log", lease_s=20.0)
+    job = stand_in.JOB.format(
+        compiled=compiled, measured=measured, storage="journal:study.log", lease_s=20.0
+    )
     (folder / "autoshard.toml").write_text(job)
     return folder
 
@@ -56,8 +58,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         )  # fmt: skip
     for worker in team:
-        _, said = worker.communicate(timeout=300)
-        assert worker.returncode == 0, said
+        _, text = worker.communicate(timeout=300)
+        assert worker.returncode == 0, text
     owners = {claim_of(t).owner for t in claims_of(where(folder), "mlp").results.values()}  # type: ignore[union-attr]
     assert len(owners) == 3
     return folder
@@ -102,11 +104,24 @@ def once(make: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any
     return made
 
 
+def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process, and what dead workers held is free at once."""
+    monkeypatch.setattr(task_queue, "Heartbeat", NoHeartbeat)
+    monkeypatch.setattr(task_queue, "LEASE_S", LEASE_S)
+    monkeypatch.setattr(task_queue, "POLL_S", LEASE_S / 4)
+    monkeypatch.setattr(lease_watch, "claim_of", short_claim)
+    monkeypatch.setattr(jobs, "use_cpu_devices", lambda count: None)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.chdir(folder)
+
+
 @pytest.fixture
 def cheap_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A job of which commands run in this process in little time: what does not depend on the
     journal is done once."""
     folder = job_in(tmp_path / "job")
+    in_this_process(folder, monkeypatch)
     for owner, name, value in stand_in.PATCHES:
         monkeypatch.setattr(owner, name, value)
     for owner, name, key in (
@@ -116,14 +131,6 @@ def cheap_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (shared_study, "_read", lambda record, *_: json.dumps(record)),
     ):
         monkeypatch.setattr(owner, name, once(getattr(owner, name), key))
-    monkeypatch.setattr(task_queue, "Heartbeat", NoHeartbeat)
-    monkeypatch.setattr(task_queue, "LEASE_S", LEASE_S)
-    monkeypatch.setattr(task_queue, "POLL_S", LEASE_S / 4)
-    monkeypatch.setattr(lease_watch, "claim_of", short_claim)
-    monkeypatch.setattr(jobs, "use_cpu_devices", lambda count: None)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.chdir(folder)
     return folder
 
 
@@ -275,3 +282,17 @@ def test_every_line_in_turn(written: Path, cheap_job: Path) -> None:
             same += check(cheap_job, damaged, expected, (at, other))
     print(f"{len(lines)} lines: {same} of {4 * len(lines)} with the answer")
     assert same == 4 * len(lines)
+
+
+@pytest.mark.slow
+def test_ten_damaged_journals_with_real_compilations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing stands in for anything but the clock: nothing is measured."""
+    written = job_in(tmp_path / "written", compiled=4, measured=0)
+    team = [autoshard(written, "worker", "autoshard.toml") for _ in range(3)]
+    for worker in team:
+        said(worker)
+    folder = job_in(tmp_path / "job", compiled=4, measured=0)
+    in_this_process(folder, monkeypatch)
+    check_random(folder, written, 10, 3)

@@ -39,6 +39,7 @@ from tests.jobs.crew import (
     wait_for,
 )
 from tests.jobs.postgres import Server
+from tests.jobs.process_tree import descendants, lives, parent_of
 from tests.jobs.test_task_queue import check_complete
 from tests.jobs.test_workers import autoshard
 
@@ -296,30 +297,6 @@ def test_a_worker_that_hangs_with_the_interpreter_loses_its_task_and_is_killed(
     check_complete(where, 4)
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below one, zombies left out."""
-    parents: dict[int, int] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(status.parent.name)] = int(fields[1])
-    found, below = [], [pid]
-    while below:
-        below = [child for child, parent in parents.items() if parent in below]
-        found += below
-    return found
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 SLOW_COMPILER = '''
 from autoshard.compiler import isolated
 
@@ -369,10 +346,6 @@ def claims_of_task(where: str) -> bool:
     except StudyError:
         return False
     return any(str(task).startswith("compile ") for task in live)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 # Storages that are away ---------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 import time
@@ -15,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from autoshard.search.study.claims import record_of
 from autoshard.search.study.task_id import TaskKind
 from autoshard.search.study.task_queue import TaskQueue
-from tests.jobs.crew import ROOT, claims_of, crew, evaluations, start, task_id_of, value_of
+from tests.jobs.crew import ROOT, task_id_of
 from tests.jobs.postgres import PASSWORD, Server
 
 JOB = """
@@ -126,37 +123,3 @@ def test_finish_measures_once_more_and_writes_the_table(tmp_path: Path) -> None:
         measured = [t for t in queue.read().results if t.kind is TaskKind.MEASURE]
     assert len(measured) == 3
     assert answer(folder)[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", ["journal", "postgresql"])
-def test_soak(storage: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """200 candidates, 4 workers, one killed every few seconds: 200 recorded evaluations and the
-    right answer."""
-    count, log, chance = 200, tmp_path / "evaluations.log", random.Random(7)
-    where = (
-        request.getfixturevalue("server").url
-        if storage == "postgresql"
-        else f"journal:{tmp_path / 'study.log'}"
-    )
-    kills = 0
-    with crew(4, where, count, 0.5, log, study="soak") as workers:
-        while any(worker.poll() is None for worker in workers):
-            time.sleep(chance.uniform(1.5, 4.0))
-            victim = chance.randrange(4)
-            if workers[victim].poll() is None and len(evaluations(log)) < 0.9 * count:
-                workers[victim].send_signal(
-                    chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-                )
-                workers[victim].communicate()
-                workers[victim] = start(where, count, 0.5, log, study="soak")
-                kills += 1
-        ended = [json.loads(worker.communicate()[1].splitlines()[-1]) for worker in workers]
-    print(f"{storage}: {kills} kills, {len(evaluations(log))} evaluations started")
-    assert kills >= 5
-    assert ended == [{"tasks": count, "best": 17}] * 4
-    assert len(claims_of(where, "soak").results) == count
-    with TaskQueue(where, "soak", create=False) as queue:
-        done = [t for t in queue.trials() if t.state.name in ("COMPLETE", "PRUNED")]
-    assert sorted(record_of(t)["number"] for t in done) == list(range(count))
-    assert all(t.value == value_of(record_of(t)["number"]) for t in done)
