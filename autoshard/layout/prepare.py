@@ -242,6 +242,11 @@ def _notes_on_request(request: Request, traced: Traced, carry: CarryPairs) -> li
             f"{program.name} is written for Explicit axes: it was traced under them, and the "
             f"shardings that it states (out_sharding=, reshard) are {kept} as constraints"
         )
+    if traced.reordered:
+        notes.append(
+            f"{program.name} names a mesh over these devices in another order, which jax refuses: "
+            f"the order of the plan's mesh stands for it"
+        )
     if traced.from_host:
         kinds = zip(traced.program.input_paths, traced.call.memory_kinds, strict=True)
         held = [path for path, kind in kinds if kind is not None]

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.errors import TraceError
-from autoshard.jax_internals import explicit_axes, jaxprs
+from autoshard.jax_internals import explicit_axes, jaxprs, other_meshes
 from autoshard.jax_internals.jaxprs import source_of
 from autoshard.tracing.build_program import build_program
 from autoshard.tracing.distinct import distinct_copy
@@ -23,6 +23,9 @@ from autoshard.tracing.primitives import HOST_EFFECTS
 from autoshard.tracing.program import Eqn, Program
 from autoshard.tracing.signature import Call, leaf_paths
 from autoshard.tracing.source_lines import source_line
+
+SHOWN_DEVICES = 8
+"""So many devices of a mesh are named in a message. Chosen by hand; no test depends on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +35,8 @@ class Traced:
     Attributes:
         call: The call it was traced for.
         program: What the other folders see.
-        original: The closed jaxpr as jax traced it, for verification: nothing of ours has touched
-            it.
+        original: The closed jaxpr as jax traced it, for verification: of ours there is nothing in
+            it but the order of the devices (see `reordered`).
         own_mesh: The mesh with Explicit axes under which it was traced, where it is written for
             them; None for a function that was traced for Auto axes.
         out_tree: Structure of the outputs.
@@ -41,6 +44,8 @@ class Traced:
         num_outputs: Number of output leaves, those included.
         from_host: True where arguments in the host's memory are copied to the devices first, since
             jax cannot trace the function for them where they are.
+        reordered: True where the function names meshes over the same devices in another order, for
+            which the order of the plan's mesh stands.
     """
 
     call: Call
@@ -51,6 +56,7 @@ class Traced:
     static_outputs: tuple[tuple[int, Any], ...]
     num_outputs: int
     from_host: bool = False
+    reordered: bool = False
 
     def output_memory_kinds(self) -> tuple[str | None, ...]:
         """The memory of each output leaf where that is not the device's own."""
@@ -94,7 +100,11 @@ def trace(
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     flat_fn = _FlatFunction(fn, call)
-    original, closed = _traced_for(flat_fn, name, call, mesh, own_mesh)
+    ignored = frozenset() if keep_user_constraints else frozenset({"sharding_constraint"})
+    original, named = _traced_for(flat_fn, name, call, mesh, own_mesh)
+    closed = _on_devices_of(mesh, named, name, ignored)
+    if original is named:
+        original = closed
     if any(jaxprs.is_ref(const) for const in jaxprs.consts_of(closed)):
         raise TraceError(
             f"{name} reads or writes a mutable array (jax.new_ref) that was made outside of it: "
@@ -113,6 +123,7 @@ def trace(
         program=program,
         original=original,
         own_mesh=None if original is closed else own_mesh,
+        reordered=closed is not named,
         out_tree=flat_fn.out_tree,
         static_outputs=tuple(flat_fn.static_outputs),
         num_outputs=flat_fn.out_tree.num_leaves,
@@ -186,6 +197,44 @@ def _traced_on_devices(flat_fn: _FlatFunction, call: Call, mesh: Mesh | None) ->
         return None
 
 
+def _traced_alone(flat_fn: _FlatFunction, call: Call) -> Any:
+    """The closed jaxpr where the function brings the mesh that it needs, with Auto axes: a
+    `shard_map` over it is refused under any other. None where it needs the plan's.
+    """
+    try:
+        closed = _as_jax_traces(flat_fn, call.typed_avals(), None)
+    except Exception:  # the caller raises what jax says under the plan's mesh
+        return None
+    explicit = any(mesh.explicit_axes for mesh in other_meshes.meshes_named(closed))
+    return None if explicit else closed
+
+
+def _on_devices_of(mesh: Mesh | None, closed: Any, name: str, ignored: frozenset[str]) -> Any:
+    """The closed jaxpr with meshes of the function's own over the devices of a mesh, in its order.
+
+    Raises:
+        TraceError: If the function names other devices.
+    """
+    if mesh is None:
+        return closed
+    try:
+        return other_meshes.on_devices_of(closed, mesh, but=ignored)
+    except other_meshes.OtherDevicesError as error:
+        own, line = error.mesh, ":".join(map(str, source_of(error.eqn)))
+        raise TraceError(
+            f"{name}: {error.eqn.primitive.name} ({line}) names a mesh {dict(own.shape)} over "
+            f"{_devices_text(own)}, but the plan's mesh {dict(mesh.shape)} is over "
+            f"{_devices_text(mesh)}. A program runs on one set of devices: make the mesh there "
+            f"from the devices of the mesh that is passed here (in any order)."
+        ) from error
+
+
+def _devices_text(mesh: Mesh) -> str:
+    ids = [device.id for device in mesh.devices.flat]
+    shown = ", ".join(map(str, ids[:SHOWN_DEVICES])) + (", ..." if len(ids) > SHOWN_DEVICES else "")
+    return f"{len(ids)} {mesh.devices.flat[0].platform} devices ({shown})"
+
+
 def _traced_for(
     flat_fn: _FlatFunction, name: str, call: Call, mesh: Mesh | None, own_mesh: Mesh | None
 ) -> tuple[Any, Any]:
@@ -199,7 +248,7 @@ def _traced_for(
         closed = _as_jax_traces(flat_fn, call.typed_avals(), mesh)
     except Exception as error:
         failure = error
-        closed = _traced_on_devices(flat_fn, call, mesh)
+        closed = _traced_on_devices(flat_fn, call, mesh) or _traced_alone(flat_fn, call)
     if closed is not None:
         return closed, closed
     if own_mesh is None:
