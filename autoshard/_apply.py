@@ -22,6 +22,7 @@ from autoshard.errors import (
 )
 from autoshard.evidence.throughput import checked_samples
 from autoshard.layout.axis_rule import AxisRule
+from autoshard.layout.kernel_notes import notes_on_kernels
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import JitOptions, Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
@@ -109,7 +110,7 @@ def apply(  # noqa: PLR0913
         mesh=request.mesh,
         carry=prepared.carry,
         verified=Verification(False, known.reason),
-        notes=(*prepared.notes, *known.notes),
+        notes=(*prepared.notes, *notes_on_kernels(known.layout), *known.notes),
         compiler_options=compiler_options,
         samples_per_step=samples,
         rebind=rebinder(request),

@@ -49,6 +49,7 @@ from autoshard.evaluate.verification.inputs import inputs_for
 from autoshard.evidence.candidate import Status
 from autoshard.evidence.throughput import checked_samples
 from autoshard.evidence.timings import Timings
+from autoshard.layout.kernel_notes import notes_on_kernels
 from autoshard.layout.layout import Layout
 from autoshard.layout.prepare import JitOptions, Pins, Prepared, Request, make_request, prepare
 from autoshard.plan import Plan
@@ -495,6 +496,7 @@ def _outcome(session: Session, evaluated: EvaluatedSearch) -> Outcome:
     winner.gain(Status.WINNER)
     notes = (
         *proposed.search.prepared.notes,
+        *notes_on_kernels(winner.layout),
         *evaluation.notes,
         *(f"advice: {line}" for line in advice),
     )

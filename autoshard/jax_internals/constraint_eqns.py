@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.jax_internals.jaxprs import (
     HOST_KIND,
@@ -140,6 +140,10 @@ def _in_context(params: Mapping[str, Any], context: Any) -> dict[str, Any]:
         return replace_jaxpr(jaxpr, open_jaxpr(jaxpr).replace(eqns=eqns))
 
     changed = map_jaxprs(params, lambda _, jaxpr: moved(jaxpr))
+    for name, value in changed.items():
+        # Some equations repeat what the context is (`broadcast_in_dim` inside a branch).
+        if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
+            changed[name] = NamedSharding(context.cur_abstract_mesh, value.spec)
     if "grid_mapping" in changed:
         mapping = changed["grid_mapping"]
         blocks = [

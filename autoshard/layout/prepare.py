@@ -280,7 +280,7 @@ def _notes_on_program(program: Program) -> list[str]:
 
 
 def _notes_on_kernels(classes: AxisClasses) -> list[str]:
-    """For each kernel of the program whether it can be put into a shard_map."""
+    """Kernels that no layout can cut; of others the layout decides (`notes_on_kernels`)."""
     # By source line: a kernel that several equations call is noted once.
     notes: dict[str, str] = {}
     for eqn in classes.program.eqns:
@@ -288,19 +288,10 @@ def _notes_on_kernels(classes: AxisClasses) -> list[str]:
             continue
         kernel = f"{eqn.primitive} ({source_line(eqn)})"
         kinds = classes.rules[eqn.index].kinds
-        if any(kind is not FactorKind.NEED_REPLICATION for kind in kinds):
-            notes[kernel] = f"{kernel} {_how_it_is_cut(eqn)}"
-        elif not eqn.params.get("interpret"):
+        whole = all(kind is FactorKind.NEED_REPLICATION for kind in kinds)
+        if whole and not eqn.params.get("interpret"):
             notes[kernel] = f"WARNING: {kernel} {_why_it_is_whole(eqn)}"
     return list(notes.values())
-
-
-def _how_it_is_cut(kernel: Eqn) -> str:
-    if kernel.primitive == "pallas_call":
-        proof = "its grid and index maps show"
-    else:
-        proof = "running it on small arrays shows"
-    return f"is put into a shard_map where a layout shards it: {proof} where it can be cut"
 
 
 def _why_it_is_whole(kernel: Eqn) -> str:

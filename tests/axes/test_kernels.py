@@ -325,7 +325,7 @@ def test_a_train_step_through_kernels_is_searched_verified_and_cut() -> None:
     in_shards = {c.primitive for c in plan.constraints if "shard_map" in c.place}
     assert in_shards == {"pallas_call"}
     notes = "\n".join(plan.notes)
-    assert notes.count("runs in a shard_map") + notes.count("shard_map where") == 2
+    assert notes.count("runs by pieces, in a shard_map over") == 2
     assert "WARNING" not in notes
 
 
@@ -382,3 +382,67 @@ def test_fused_attention_is_split_by_batch_and_heads(
     assert by_rank[4] == {P("a", None, "b")}
     assert by_rank[3] == {P("a", "b")}
     assert "WARNING" not in "".join(plan.notes)
+
+
+def initialised(x: Any, o: Any) -> None:
+    """Writes zeros in a branch first, as kernels that add up do."""
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        o[...] = jnp.zeros_like(o)
+
+    o[...] += x[...]
+
+
+def filled_or_copied(x: Any, o: Any) -> None:
+    """Branches that make arrays of their own, inside a loop."""
+
+    def body(i: Any, c: jax.Array) -> jax.Array:
+        full = jnp.full(x.shape, 2.0, jnp.float32)
+        return jax.lax.cond(i == 0, lambda: c + jax.lax.expand_dims(full[:, 0], (1,)), lambda: c)
+
+    o[...] = jax.lax.fori_loop(0, 2, body, x[...])
+
+
+def nested(x: Any, o: Any) -> None:
+    first = pl.program_id(1) == 0
+
+    @pl.when(first)
+    def _() -> None:
+        o[...] = jnp.zeros_like(o)
+
+        @pl.when(first)
+        def _() -> None:
+            rows = jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
+            o[...] = x[...] + jnp.where(rows > 3, 1.0, jnp.ones(x.shape, jnp.float32))
+
+
+def tiled(kernel: Any) -> Callable[[jax.Array], jax.Array]:
+    """A kernel over rows in tiles of 8, in a grid whose second axis has one step."""
+    block = pl.BlockSpec((8, 128), lambda i, j: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((64, 128), jnp.float32),
+        grid=(8, 1),
+        in_specs=[block],
+        out_specs=block,
+        interpret=True,
+    )
+
+
+@pytest.mark.parametrize("kernel", [initialised, filled_or_copied, nested])
+def test_a_kernel_that_makes_arrays_in_a_branch_runs_by_pieces(kernel: Any) -> None:
+    fn, x = tiled(kernel), floats(64, 128)
+    plan = autoshard.apply(lambda x: fn(x) * 2, (x,), mesh_of(a=4, b=2), ("x.0->a",))
+    np.testing.assert_allclose(plan(x), jax.jit(lambda x: fn(x) * 2)(x), rtol=1e-6)
+    assert plan.specs["x"] == P("a")
+    (note,) = [note for note in plan.notes if "pallas_call" in note]
+    assert "runs by pieces, in a shard_map over a: its grid" in note
+
+
+def test_notes_on_a_kernel_are_about_this_layout() -> None:
+    fn, x = tiled(initialised), floats(64, 128)
+    plan = autoshard.apply(fn, (x,), mesh_of(a=4, b=2), ())
+    (note,) = [note for note in plan.notes if "pallas_call" in note]
+    assert "runs whole on every device" in note
+    assert "shard_map" not in note
