@@ -7,13 +7,15 @@ own prediction:
 
 - *separate*: a weight that holds several (fused query, key and value; gate and up) becomes separate
   arrays. In the edited problem its parts share the axis of the whole, so that cutting it moves
-  nothing;
+  nothing, and neither does joining what becomes the gradient of the whole. What the function itself
+  joins again, such as the halves of a rotary embedding, it would still have to join: that is paid;
 - *pad*: a dimension of the parameters that no mesh axis divides is padded, and the function traced
   at that size;
 - *donate*: an argument that the step replaces is donated.
 
-Only a gain of at least `WORTH` is mentioned. Every number is predicted, none is compiled or
-measured.
+Only a gain of at least `WORTH` is mentioned: of the step, against what the same search predicts of
+the program as it is, where the peak memory does not rise; or, for a donation, which does nothing
+else, of the peak memory. Every number is predicted, none is compiled or measured.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ from autoshard.search.proposer import propose
 from autoshard.text import bytes_text, seconds_text
 from autoshard.tracing.carry import matching_state
 from autoshard.tracing.program import Eqn, Value
+from autoshard.tracing.source_lines import name_stack_of
 
 WORTH = 0.02
-"""Share of the time or of the peak memory that a change must save to be mentioned: below it lies
-what the predictor cannot tell apart. Chosen by hand; tests/report/test_advice.py pins it."""
+"""Share of the step, or for a donation of the peak memory, that a change must save to be mentioned:
+below it lies what the predictor cannot tell apart. Chosen by hand; tests/report/test_advice.py pins
+it."""
 
 LANES = 128
 """Large dimensions are padded to a multiple of this: the side of a TPU's matrix unit (v2 to v5;
@@ -82,35 +86,57 @@ class Advised:
     budget_bytes: int | None
     prediction: Prediction
 
-    def best_of(self, problem: Problem) -> Prediction:
-        """The best prediction of an edited problem, of presets and descent from them."""
+    def best_of(self, problem: Problem, within_bytes: int | None = None) -> Prediction:
+        """The best prediction of an edited problem, of presets and descent from them.
+
+        Args:
+            problem: The problem.
+            within_bytes: Peak memory that it may need; by default as much as the budget.
+        """
         donated = self.prepared.traced.call.donated
         predictor = Predictor(problem, self.hardware, donated, self.backend)
         # Presets and descent take a moment; a study would take as long as the search itself.
-        proposals = propose(problem, predictor, budget_bytes=self.budget_bytes, asks=0)
+        budget_bytes = self.budget_bytes if within_bytes is None else within_bytes
+        proposals = propose(problem, predictor, budget_bytes=budget_bytes, asks=0)
         return proposals.ranked[0].prediction
 
-    def gain(self, changed: Prediction) -> str:
-        """What the changed program gains, as text; empty where that is less than `WORTH`."""
+    def step_gain(self, problem: Problem) -> str:
+        """What the best layout of an edited problem gains of the step, with no more memory than the
+        plan, as text; empty where that is less than `WORTH`, or where a search of the program as it
+        is would gain it too.
+        """
         plan = self.prediction
-        # The plan itself may be over the budget by prediction, and fit where it was compiled.
-        fits = self.budget_bytes is None or changed.peak_bytes <= max(
-            self.budget_bytes, plan.peak_bytes
+        changed = self.best_of(problem, plan.peak_bytes)
+        if changed.peak_bytes > plan.peak_bytes or not _is_worth(changed.time_s, plan.time_s):
+            return ""
+        # The plan was chosen by compiled programs, and need not be the best by prediction.
+        if not _is_worth(
+            changed.time_s, self.best_of(self.prepared.problem, plan.peak_bytes).time_s
+        ):
+            return ""
+        return (
+            f"{1 - changed.time_s / plan.time_s:.0%} of the predicted step, "
+            f"{seconds_text(plan.time_s)} -> {seconds_text(changed.time_s)} "
+            f"({bytes_text(plan.collective_bytes)} -> {bytes_text(changed.collective_bytes)} "
+            f"sent, peak {bytes_text(plan.peak_bytes)} -> {bytes_text(changed.peak_bytes)})"
         )
-        if fits and changed.time_s <= (1 - WORTH) * plan.time_s:
-            return (
-                f"{1 - changed.time_s / plan.time_s:.0%} of the predicted step, "
-                f"{seconds_text(plan.time_s)} -> {seconds_text(changed.time_s)} "
-                f"({bytes_text(plan.collective_bytes)} -> {bytes_text(changed.collective_bytes)} "
-                f"sent, peak {bytes_text(plan.peak_bytes)} -> {bytes_text(changed.peak_bytes)})"
-            )
-        slower = changed.time_s > (1 + WORTH) * plan.time_s
-        if not slower and changed.peak_bytes <= (1 - WORTH) * plan.peak_bytes:
-            return (
-                f"{1 - changed.peak_bytes / plan.peak_bytes:.0%} of the predicted peak memory, "
-                f"{bytes_text(plan.peak_bytes)} -> {bytes_text(changed.peak_bytes)} a device"
-            )
-        return ""
+
+    def peak_gain(self, changed: Prediction) -> str:
+        """What the plan's layout gains of the peak memory by a change, as text; empty where that is
+        less than `WORTH`.
+        """
+        before, after = self.prediction.peak_bytes, changed.peak_bytes
+        if not _is_worth(after, before):
+            return ""
+        return (
+            f"{1 - after / before:.0%} of the predicted peak memory, {bytes_text(before)} -> "
+            f"{bytes_text(after)} a device"
+        )
+
+
+def _is_worth(after: float, before: float) -> bool:
+    """True for a saving of at least `WORTH`."""
+    return after <= (1 - WORTH) * before
 
 
 def advise(case: Advised) -> tuple[str, ...]:
@@ -208,7 +234,8 @@ def _parts(eqn: Eqn, dim: int) -> Iterator[tuple[int, int]]:
 def separated(
     problem: Problem, fused: tuple[Fused, ...], carry: tuple[tuple[int, int], ...]
 ) -> Problem:
-    """The problem as if the parts were separate arrays: cutting and joining them moves nothing.
+    """The problem as if the parts were separate arrays: cutting them moves nothing, and joining
+    them does not where that is the transpose of a cut.
 
     A part keeps the axis of the whole. Where the whole is first reshaped to (parts, rest), and
     parts are picked one by one, the axis goes on in the rest.
@@ -225,9 +252,9 @@ def separated(
             before, after = (_dims_of(classes, value, picked) for value in (whole, reshaped))
             if len(before) != len(after):  # here the parts become a dimension, or stop being one
                 return reshape_rule(whole.shape, reshaped.shape, before, after)
-        elif eqn.primitive in _CUT:
+        elif eqn.primitive in _CUT and not _is_transposed(eqn):
             return _passing(rule, rule.operands, _dims_of(classes, eqn.inputs[0], cut))
-        elif eqn.primitive in _JOIN:
+        elif eqn.primitive in _JOIN and _is_transposed(eqn):
             return _passing(rule, rule.results, _dims_of(classes, eqn.outputs[0], cut))
         return rule
 
@@ -238,6 +265,12 @@ def separated(
         problem.pins,
         disallowed=problem.disallowed,
     )
+
+
+def _is_transposed(eqn: Eqn) -> bool:
+    """True in the backward pass, for what is not the forward pass computed again."""
+    stack = name_stack_of(eqn)
+    return "transpose(" in stack and "rematted_computation" not in stack
 
 
 def _dims_of(
@@ -265,7 +298,7 @@ def _separate(case: Advised) -> Iterator[str]:
     fused = find_fused(problem)
     if not fused:
         return
-    gain = case.gain(case.best_of(separated(problem, fused, case.prepared.carry)))
+    gain = case.step_gain(separated(problem, fused, case.prepared.carry))
     if gain:
         weights = dict.fromkeys(
             f"{path} (dimension {dim}: {_parts_text(f)})" for f in fused for path, dim in f.leaves
@@ -297,7 +330,7 @@ def _pad(case: Advised) -> Iterator[str]:
         unit = LANES if size >= LARGE else devices
         padded = -(-size // unit) * unit
         problem = _traced_at(prepared, dict.fromkeys(dimensions, (size, padded)))
-        gain = "" if problem is None else case.gain(case.best_of(problem))
+        gain = "" if problem is None else case.step_gain(problem)
         if gain:
             yield (
                 f"pad {_some(list(dimensions.values()))} from {size} to {padded}: it would save "
@@ -368,7 +401,7 @@ def _donate(case: Advised) -> Iterator[str]:
         already or owner in owners for already, owner in zip(call.donated, call.owners, strict=True)
     )
     predictor = Predictor(case.prepared.problem, case.hardware, donated, case.backend)
-    gain = case.gain(predictor.predict(case.layout))
+    gain = case.peak_gain(predictor.predict(case.layout))
     if gain:
         names = [str(owner) if isinstance(owner, int) else repr(owner) for owner in owners]
         yield (

@@ -3,6 +3,7 @@ made."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from autoshard.cost_model.hardware.hardware import hardware_for
 from autoshard.cost_model.predict import Predictor
 from autoshard.report.advice import Advised, advise, find_fused, separated
 from autoshard.search.proposer import propose
+from autoshard.text import parse_bytes
+from autoshard.tracing.source_lines import name_stack_of
 from tests.stages import array, mesh_of, prepared
 
 D, F, HEADS, SIZE, BATCH, TIME = 256, 512, 8, 32, 16, 64
@@ -165,3 +168,121 @@ def test_a_plan_carries_and_prints_its_advice() -> None:
     assert len(plan.advice) == 1
     assert f"advice: {plan.advice[0]}" in plan.notes
     assert plan.advice[0] in str(plan).replace("\n", " ")
+
+
+# What helps nobody --------------------------------------------------------------------------------
+
+
+def halves(x: Any) -> tuple[Any, Any]:
+    return x[..., : SIZE // 2], x[..., SIZE // 2 :]
+
+
+ROTATIONS: dict[str, Callable[[Any], Any]] = {
+    "slices": halves,
+    "split": lambda x: tuple(jnp.split(x, 2, -1)),
+}
+
+
+def rotary(x: Any, cut: Callable[[Any], Any]) -> Any:
+    angles = jnp.arange(x.shape[1])[:, None] * jnp.exp(-jnp.arange(SIZE // 2) / 4.0)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    first, second = cut(x)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rotated(cut: Callable[[Any], Any], remat: bool, heads: int, shared: int) -> Any:
+    def block(p: Any, x: Any) -> Any:
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
+        q, k = rotary(q, cut), rotary(k, cut)
+        k, v = (jnp.repeat(part, heads // shared, 2) for part in (k, v))
+        weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        return x + jnp.einsum("bhts,bshk,hkd->btd", weights, v, p["o"])
+
+    return train(jax.checkpoint(block) if remat else block)
+
+
+@pytest.mark.parametrize("cut", ROTATIONS)
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+@pytest.mark.parametrize(("heads", "shared"), [(8, 8), (3, 1)])
+def test_rotary_halves_are_joined_again_and_stay_in_one_array(
+    cut: str, remat: bool, heads: int, shared: int
+) -> None:
+    weights = {
+        "q": array(D, heads, SIZE),
+        "k": array(D, shared, SIZE),
+        "v": array(D, shared, SIZE),
+        "o": array(heads, SIZE, D),
+    }
+    case = advised(rotated(ROTATIONS[cut], remat, heads, shared), weights, X, donate_argnums=0)
+    problem = case.prepared.problem
+    fused = find_fused(problem)
+    assert any(f.parts == (SIZE // 2, SIZE // 2) for f in fused)
+    edited = separated(problem, fused, case.prepared.carry)
+    rules, changed = problem.logical_axes.classes.rules, edited.logical_axes.classes.rules
+    joins = [
+        eqn.index
+        for eqn in problem.program.eqns
+        if eqn.primitive == "concatenate" and "transpose(" not in name_stack_of(eqn)
+    ]
+    assert joins
+    assert all(changed[i].kinds == rules[i].kinds for i in joins), "what is joined again is paid"
+    assert advise(case) == ()
+
+
+def sample(mass: Any, position: Any, noise: Any) -> Any:
+    """Steps of a Hamiltonian sampler, whose momentum goes through a mass matrix."""
+    momentum = noise @ mass
+    for _ in range(3):
+        momentum = momentum - 0.01 * jax.grad(lambda q: jnp.sum(jnp.log1p(q**2)))(position)
+        position = position + 0.01 * momentum @ (mass @ mass.T)
+    return mass, position
+
+
+def adapt(mean: Any, covariance: Any, draws: Any) -> Any:
+    """Welford's update of a mass matrix, and its inverse."""
+    away = draws - mean
+    covariance = covariance + (away.T @ away - covariance) / 8
+    return mean + away.mean(0), covariance, draws @ jnp.linalg.inv(covariance + jnp.eye(len(mean)))
+
+
+@pytest.mark.parametrize("size", [101, 1003])
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (sample, lambda n: (array(n, n), array(64, n), array(64, n))),
+        (adapt, lambda n: (array(n), array(n, n), array(64, n))),
+    ],
+    ids=["sample", "adapt"],
+)
+def test_a_mass_matrix_is_not_padded_where_the_peak_would_rise(
+    fn: Any, args: Any, size: int
+) -> None:
+    case = advised(fn, *args(size), donate_argnums=(0, 1))
+    lines = advise(case)
+    assert not any(line.startswith("pad") and peak_rises(line) for line in lines)
+    assert not any(line.startswith("store") for line in lines)
+
+
+def peak_rises(line: str) -> bool:
+    before, after = re.findall(r"peak (\S+ \S+) -> (\S+ [^)\s]+)", line)[0]
+    return parse_bytes(after) > parse_bytes(before)  # type: ignore[operator]
+
+
+def test_a_change_that_costs_memory_gets_no_advice() -> None:
+    """The same steps at the size that would be advised, for a plan that needs less than they do."""
+    odd = advised(sample, array(1003, 1003), array(64, 1003), array(64, 1003))
+    padded = advised(sample, array(1008, 1008), array(64, 1008), array(64, 1008))
+    assert "of the predicted step" in odd.step_gain(padded.prepared.problem)
+    smaller = replace(odd, prediction=replace(odd.prediction, peak_bytes=2**20))
+    assert smaller.step_gain(padded.prepared.problem) == ""
+
+
+def test_what_a_better_search_would_gain_is_no_advice(apart: Advised) -> None:
+    """A plan that was chosen for its compiled program is slower by prediction than the best."""
+    slow = replace(
+        apart.prediction,
+        time_s=2 * apart.prediction.time_s,
+        peak_bytes=2 * apart.prediction.peak_bytes,
+    )
+    assert replace(apart, prediction=slow).step_gain(apart.prepared.problem) == ""
+    assert advise(replace(apart, prediction=slow)) == ()
