@@ -35,6 +35,7 @@ from autoshard.jax_internals import executables
 from autoshard.layout.mesh import MeshInfo, resolve_mesh
 from autoshard.plan import Plan
 from autoshard.shardy.partition import Partitioned, PartitionFailure, partition
+from autoshard.tracing.rewrite import Constraints
 from tests.models import mlp_args, mlp_step
 
 HELLO = """
@@ -652,7 +653,7 @@ def test_for_tpus_it_partitions_and_says_that_it_does_not_compile(plans: dict[st
 
 ABORTS = jax.__version_info__ < (0, 11)
 """XLA:CPU of jax 0.10.2 aborts on an FFT of three dimensions whose last is cut into more shards than
-a shard has elements."""
+a shard has elements, where it has to split it itself."""
 
 
 def spectra(x: Any) -> Any:
@@ -678,8 +679,8 @@ def columns(x: Any) -> Any:
 def test_what_aborts_on_an_fft_along_a_split_axis_fails(
     mesh_4x2: Mesh, warm: Isolation, fn: Any, shape: tuple[int, ...], spec: P
 ) -> None:
-    x = np.ones(shape, np.float32)
-    outcome = warm.compile(autoshard.apply(fn, (x,), mesh_4x2, [], pins={"x": spec}).built)
+    plan = autoshard.apply(fn, (np.ones(shape, np.float32),), mesh_4x2, [], pins={"x": spec})
+    outcome = warm.compile(build(plan.traced, plan.layout, plan.mesh, Constraints({})))
     if not ABORTS:
         assert isinstance(outcome, CompiledEvidence)
         return
@@ -690,13 +691,13 @@ def test_what_aborts_on_an_fft_along_a_split_axis_fails(
 
 
 def test_an_fft_along_a_split_axis_does_not_end_the_caller(mesh_4x2: Mesh) -> None:
-    """Nor does any other candidate of the search, whose arguments are split likewise."""
+    """It runs by pieces but where nothing is stated inside, and the compiler has to split it."""
     plan = optimize(
         spectra,
         (np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32),),
         mesh_4x2,
         pins={"x": P(None, None, ("data", "model"))},
-        effort=Effort(8, 0),
+        effort=Effort(16, 0),
         progress=False,
     )
     assert plan.verified.ok
@@ -737,8 +738,11 @@ def test_a_compiler_that_aborts_here_says_why() -> None:
         "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\nimport jax, jax.numpy as jnp\n"
         "jax.config.update('jax_num_cpu_devices', 8)\nimport autoshard, numpy as np\n"
         "from jax.sharding import PartitionSpec as P\n"
-        "autoshard.apply(lambda x: jnp.fft.fft(x), (np.ones((4, 8, 16), np.float32),),\n"
-        "    'data=4,model=2', [], pins={'x': P(None, None, ('data', 'model'))}).compile()\n"
+        "from autoshard.compiler.compile import build, compile_built\n"
+        "from autoshard.tracing.rewrite import Constraints\n"
+        "plan = autoshard.apply(lambda x: jnp.fft.fft(x), (np.ones((4, 8, 16), np.float32),),\n"
+        "    'data=4,model=2', [], pins={'x': P(None, None, ('data', 'model'))})\n"
+        "compile_built(build(plan.traced, plan.layout, plan.mesh, Constraints({})), plan.mesh)\n"
     )
     assert done.returncode == -6
     assert "fft_handler.cc" in done.stderr
