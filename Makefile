@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-targets canary check suite package bench bench-accuracy fmt clean
+.PHONY: help install demo test test-all test-targets test-packages canary check suite package bench bench-accuracy fmt clean
 
 help:
-	@echo "make demo | test | test-all | test-targets | canary | check | suite | package | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
+	@echo "make demo | test | test-all | test-targets | test-packages | canary | check | suite | package | bench | bench-accuracy | fmt | clean   (VENV=$(VENV) PYTHON=$(PYTHON))"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: autoshard needs 3.11 or newer; set PYTHON=...")'
@@ -39,7 +39,7 @@ suite: $(STAMP)
 test: check suite
 
 test-all: check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not bench and not targets" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not bench and not targets and not packages" $(ARGS)
 
 # Downloads 640 MB: the real TPU and GPU compilers, which need neither a TPU nor a GPU. libtpu is under Google Cloud's
 # terms. In an environment of its own, because jax looks for a TPU wherever libtpu is installed.
@@ -48,12 +48,20 @@ test-targets:
 	.venv-targets/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu,gpu]'
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets --dist loadfile -n $(WORKERS) tests/targets $(ARGS)
 
+# Programs on model code that nobody here wrote, against what experts write: docs in tests/packages/. Not in CI.
+# WRITE=1 keeps the table in tests/golden/packages.md. Most of a run is compiling: LLVM's optimisations are left out.
+PACKAGES := google-tunix 'transformers<5' equimo dm-haiku jraph diffrax numpyro blackjax brax
+test-packages:
+	$(MAKE) install VENV=.venv-packages
+	.venv-packages/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint tests/packages/constraints.txt $(PACKAGES)
+	JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" $(if $(WRITE),PACKAGES_TABLE=write) .venv-packages/bin/python -m pytest -m packages -n 0 -p no:cacheprovider tests/packages $(ARGS)
+
 # The main job on the newest jax that the registry has for this interpreter, in an environment of its own, with nothing
 # pinned: what breaks here will break for users next. CANARY_JAX=jax==0.11.2 tries another release.
 CANARY_JAX ?= jax
 canary:
 	$(PYTHON) -m venv --clear .venv-canary
-	.venv-canary/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(CANARY_JAX)' optax pytest hypothesis --editable .
+	.venv-canary/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(CANARY_JAX)' optax pytest pytest-xdist hypothesis --editable .
 	.venv-canary/bin/python -c 'import jax; print("canary: jax", jax.__version__)'
 	.venv-canary/bin/python examples/transformer.py
 	.venv-canary/bin/python -m pytest -q -p no:cacheprovider tests/tracing/test_needed_names.py tests/tracing/test_trace.py tests/layout tests/shardy $(ARGS)
@@ -74,4 +82,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-next .venv-targets .venv-canary build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-targets .venv-packages .venv-canary build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
