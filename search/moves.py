@@ -11,7 +11,9 @@ from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.layout.axis_rule import EVERYWHERE, OPTIMIZER, AxisRule, Occurrence, Scope, ScopeKind
 from autoshard.layout.layout import Layout
 from autoshard.layout.problem import Fit, Problem
+from autoshard.search.axis_sizes import dividing_mesh_axes
 from autoshard.search.space import Lists, RuleList, Space, plain_rules
+from autoshard.tracing.primitives import ANCHORS
 
 # In one mesh axis ---------------------------------------------------------------------------------
 
@@ -152,6 +154,10 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[RuleList]:
     rules have its mesh axis in some value that has its logical axis: that is what sends experts to
     the data axis but leaves it to the batch while tokens are still in sequences.
 
+    An optimizer that multiplies may have a layout of its own, entered and left by one reshard: a
+    logical axis of its products comes first there, over each mesh axis and over all of them (a
+    stack of layers, each of which is orthogonalised on one device).
+
     Args:
         space: Whose logical axes are used.
         rules: Where to start.
@@ -164,6 +170,27 @@ def refinements(space: Space, rules: Sequence[AxisRule]) -> Iterator[RuleList]:
         for axis, logical_axes in space.able.items():
             if name in logical_axes:
                 yield from _with_conditional_rule(space.problem, rules, fits, AxisRule(name, axis))
+    for first in _in_optimizer(space.problem):
+        if not set(first) <= set(rules):
+            yield (*first, *rules)
+
+
+def _in_optimizer(problem: Problem) -> Iterator[RuleList]:
+    """Rules that send a logical axis of what the optimizer multiplies to mesh axes there."""
+    multiplied: set[int] = set()
+    for eqn in problem.program.eqns:
+        signature = problem.factor_signature(eqn)
+        if eqn.primitive in ANCHORS and signature.optimizer:
+            multiplied.update(signature.logical_axes)
+    for logical_axis in sorted(multiplied - {NO_AXIS}):
+        name = problem.logical_axes.axes[logical_axis].name
+        rules = tuple(
+            AxisRule(name, axis, where=OPTIMIZER)
+            for axis in dividing_mesh_axes(problem, logical_axis)
+        )
+        if len(rules) > 1:
+            yield rules
+        yield from ((rule,) for rule in rules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,26 +3,28 @@ never from names.
 
 A leaf that comes back as an output one step later is state. State whose value reaches a
 contraction, gather or convolution through anything but its own update is a parameter; state that
-only feeds elementwise updates (momentum, variance, counts) is optimizer state; state that has the
-batch axis (observations of a loop, a cache) is data, in whichever argument. Where nothing comes
-back (a forward pass, a gradient), or only what has the batch axis (the cache of a decode step), the
-leaves without the batch axis are the parameters. What does not come back but is contracted as it
-was passed, and has no batch axis, is a frozen parameter, and so are the leaves beside it in its
+only feeds elementwise updates (momentum, variance, counts) is optimizer state, and so is what is
+multiplied on the way to one update alone (Muon's momentum); state that has the batch axis
+(observations of a loop, a cache) is data, in whichever argument. Where nothing comes back (a
+forward pass, a gradient), or only what has the batch axis (the cache of a decode step), the leaves
+without the batch axis are the parameters. What does not come back but is contracted as it was
+passed, and has no batch axis, is a frozen parameter, and so are the leaves beside it in its
 argument that have none either (biases, scales).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.axes.argument_leaves import NO_LEAF, SEVERAL_LEAVES, ArgumentLeaves, weight_sides
 from autoshard.axes.axis_classes import AxisClasses
 from autoshard.axes.batch_class import batch_class
-from autoshard.tracing.dataflow import computed_from, needed_for
+from autoshard.tracing.dataflow import computed_from, forward, needed_for
 from autoshard.tracing.primitives import WEIGHTED
-from autoshard.tracing.program import Value
+from autoshard.tracing.program import Eqn, Value
 
 
 class Group(enum.Enum):
@@ -39,9 +41,9 @@ class Groups:
 
     Attributes:
         of_input: By input leaf.
-        optimizer_values: Values that hold optimizer state or are computed from it at its own shape,
-            before it meets the parameters (`Value.index`); an axis rule that is scoped to the
-            optimizer state applies to these.
+        optimizer_values: Values that hold optimizer state or are computed from it, alone or at its
+            own shape, before it meets the parameters (`Value.index`); an axis rule that is scoped
+            to the optimizer applies to these.
     """
 
     of_input: tuple[Group, ...]
@@ -59,7 +61,7 @@ def find_groups(classes: AxisClasses, state: Sequence[tuple[int, int]]) -> Group
     batch = batch_class(leaves)
     # A cache comes back as well, but with the batch: a decode step is no training step.
     if _has_state(leaves, batch):
-        of_input = _groups_of_training(leaves, batch)
+        of_input = _groups_of_training(leaves, batch, dict(state))
     else:
         of_input = _groups_of_inference(leaves, batch)
     return Groups(of_input, _optimizer_values(classes, of_input, state))
@@ -74,9 +76,12 @@ def _has_state(leaves: ArgumentLeaves, batch: int | None) -> bool:
     return False
 
 
-def _groups_of_training(leaves: ArgumentLeaves, batch: int | None) -> tuple[Group, ...]:
+def _groups_of_training(
+    leaves: ArgumentLeaves, batch: int | None, output_of: Mapping[int, int]
+) -> tuple[Group, ...]:
     """Groups by what comes back, and by whether an anchor is reached from it."""
     anchored = _reaches_anchor(leaves.classes)
+    anchored -= _orthogonalised(leaves, anchored, output_of)
     frozen = _frozen_parameters(leaves, batch)
     groups = []
     for leaf, value in enumerate(leaves.inputs):
@@ -90,6 +95,35 @@ def _groups_of_training(leaves: ArgumentLeaves, batch: int | None) -> tuple[Grou
             group = Group.DATA
         groups.append(group)
     return tuple(groups)
+
+
+def _orthogonalised(
+    leaves: ArgumentLeaves, anchored: set[int], output_of: Mapping[int, int]
+) -> set[int]:
+    """Numbers of state that is multiplied on its way to an update (Muon's momentum).
+
+    It reaches nothing but the next state, and less of it than the one parameter that it updates,
+    which has its shape: the gradients of all parameters depend on that.
+    """
+    body = leaves.classes.program.body
+    bits = [0] * len(leaves.classes.of_value)
+    for leaf in output_of:
+        bits[leaves.inputs[leaf].index] = 1 << leaf
+    bits = forward(leaves.classes.program, bits, operator.or_)
+    reached = {
+        leaf: frozenset(i for i, v in enumerate(body.outputs) if bits[v.index] >> leaf & 1)
+        for leaf in output_of
+        if leaves.inputs[leaf].index in anchored
+    }
+    following = frozenset(output_of.values())
+    orthogonalised = set()
+    for leaf, outputs in reached.items():
+        updated = [o for o in reached if output_of[o] in outputs and outputs < reached[o]]
+        value = leaves.inputs[leaf]
+        alike = [other for other in updated if leaves.inputs[other].shape == value.shape]
+        if outputs <= following and len(updated) == len(alike) == 1:
+            orthogonalised.add(value.index)
+    return orthogonalised
 
 
 def _groups_of_inference(leaves: ArgumentLeaves, batch: int | None) -> tuple[Group, ...]:
@@ -198,7 +232,7 @@ def _reaches_anchor(classes: AxisClasses) -> set[int]:
 def _optimizer_values(
     classes: AxisClasses, of_input: Sequence[Group], state: Sequence[tuple[int, int]]
 ) -> frozenset[int]:
-    """Optimizer state, its next value, and what is computed from it at its own shape."""
+    """Optimizer state, its next value, and what is computed from it alone or at its own shape."""
     body = classes.program.body
     output_of = dict(state)
 
@@ -209,13 +243,28 @@ def _optimizer_values(
     leaves = zip(body.inputs, of_input, strict=True)
     optimizer_values = {value.index for value, group in leaves if group is Group.OPTIMIZER}
     next_parameters = next_values(Group.PARAMETER)
-    # Updates are elementwise at the outermost level; what meets the parameters is theirs.
+    # Updates are at the outermost level; what meets the parameters is theirs.
     for eqn in body.eqns:
-        if not eqn.bodies:
+        if _is_alone(classes, eqn, optimizer_values):
+            optimizer_values |= _values_of(eqn) - next_parameters
+        elif not eqn.bodies:
             shapes = _shapes_of(eqn.inputs, optimizer_values)
             grown = {output.index for output in eqn.outputs if output.shape in shapes}
             optimizer_values |= grown - next_parameters
     return frozenset(optimizer_values | next_values(Group.OPTIMIZER))
+
+
+def _is_alone(classes: AxisClasses, eqn: Eqn, optimizer_values: set[int]) -> bool:
+    """Whether the arrays that an equation reads are optimizer values, constants aside."""
+    arrays = [v.index for v in eqn.inputs if v.shape and not classes.constant[v.index]]
+    return bool(arrays) and optimizer_values.issuperset(arrays)
+
+
+def _values_of(eqn: Eqn) -> set[int]:
+    """Numbers of all that an equation computes, in its bodies too."""
+    inside = {v.index for body in eqn.bodies for v in body.inputs}
+    inside.update(*(_values_of(inner) for body in eqn.bodies for inner in body.eqns))
+    return inside | {output.index for output in eqn.outputs}
 
 
 def _shapes_of(values: Sequence[Value], chosen: set[int]) -> set[tuple[int, ...]]:

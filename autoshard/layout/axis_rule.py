@@ -26,8 +26,9 @@ class Scope:
     """Where an axis rule holds.
 
     Attributes:
-        kind: Everywhere, in the optimizer state alone (ZeRO-1), or in values that have (`WITH`) or
-            do not have (`WITHOUT`) another logical axis.
+        kind: Everywhere, in the optimizer alone (its state, and what is computed from that before
+            it meets the parameters: ZeRO-1), or in values that have (`WITH`) or do not have
+            (`WITHOUT`) another logical axis.
         logical_axis: The other logical axis of a condition, "" without one.
 
     >>> str(Scope.parse("with emb.1")), Scope.parse("everywhere") == EVERYWHERE

@@ -81,7 +81,8 @@ class CollectiveBatch:
         axes, shard_count = self.specs.reshards(have, want), self.specs.shard_count
 
         split_before = axes.kept | axes.all_gather
-        exchanged = value_bytes // shard_count[split_before] * shard_count[axes.all_to_all]
+        exchanged = value_bytes // shard_count[split_before | axes.sliced_before_exchange]
+        exchanged = exchanged * shard_count[axes.all_to_all]
         self.add("all_to_all", owner, axes.all_to_all, exchanged)
         gathered = value_bytes // shard_count[axes.kept] // shard_count[axes.sliced_first]
         self.add("all_gather", owner, axes.all_gather, gathered)

@@ -5,6 +5,8 @@ The collectives of a reshard on a mesh with axes a and b:
     P(a, b) -> P(a, None)       b leaves: all_gather over b
     P(a, None) -> P(None, a)    a changes its dimension: all_to_all over a
     P(a, None) -> P(b, a)       all_to_all over a, and a slice along b, which is free
+    P(None, a) -> P((b, a))     a slice along b, then all_to_all over a
+    P(None, a, b) -> P((a, b))  all_gather over a and b: XLA exchanges one dimension for another
     P((a, b)) -> P(b)           all_gather over a, and a collective_permute: the first axis of a
                                 dimension counts slowest, so that device (a, b) held shard a * |b| +
                                 b and is to hold shard b
@@ -17,6 +19,7 @@ follow from arrays (`collective_tables`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +41,8 @@ class Reshards(NamedTuple):
         sliced_first: They come, and the value is sliced along them before the all_gather, because
             their dimension takes no part in it.
         collective_permute: Shards along these lie on other devices afterwards.
+        sliced_before_exchange: They come, and the value is sliced along them before the all_to_all,
+            because that does not leave their dimension.
     """
 
     all_to_all: Array
@@ -45,6 +50,7 @@ class Reshards(NamedTuple):
     kept: Array
     sliced_first: Array
     collective_permute: Array
+    sliced_before_exchange: Array
 
 
 class Specs:
@@ -159,9 +165,14 @@ def _reshard(have: SpecAxes, want: SpecAxes) -> tuple[int, ...]:
     dim_before, dim_after = _dim_of_axis(have), _dim_of_axis(want)
     before, after = set(dim_before), set(dim_after)
     kept = before & after
-    gathered, new = before - after, after - before
-
     moved = {axis for axis in kept if dim_before[axis] != dim_after[axis]}
+    if not _can_be_exchanged([(dim_before[axis], dim_after[axis]) for axis in moved]):
+        kept -= moved
+        moved = set()
+    gathered, new = before - kept, after - before
+
+    left_dims = {dim_before[axis] for axis in moved}
+    sliced_before_exchange = {axis for axis in new if dim_after[axis] not in left_dims}
     gathered_dims = {dim_before[axis] for axis in gathered}
     sliced_first = {axis for axis in new if dim_after[axis] not in gathered_dims}
     return (
@@ -170,7 +181,22 @@ def _reshard(have: SpecAxes, want: SpecAxes) -> tuple[int, ...]:
         _as_bits(kept),
         _as_bits(sliced_first),
         _as_bits(permuted_axes(have, want)),
+        _as_bits(sliced_before_exchange),
     )
+
+
+def _can_be_exchanged(moves: Sequence[tuple[int, int]]) -> bool:
+    """Whether all_to_alls do such moves (from a dimension, to a dimension).
+
+    XLA has one for each pair of dimensions, and else replicates: "involuntary full
+    rematerialization".
+
+    >>> _can_be_exchanged([(0, 1), (1, 0)]), _can_be_exchanged([(1, 0), (2, 0)])
+    (True, False)
+    """
+    pairs = set(moves)
+    sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
+    return len(sources) == len(targets) == len(pairs)
 
 
 def _dim_of_axis(spec: SpecAxes) -> dict[int, int]:
