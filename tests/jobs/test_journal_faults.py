@@ -44,6 +44,11 @@ from tests.jobs.test_task_queue import check_complete
 from tests.jobs.test_workers import autoshard
 
 
+def slow(value: object) -> Any:
+    """A neighbour of what runs in every suite."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "study.log"
@@ -62,15 +67,15 @@ def log(tmp_path: Path) -> Path:
 # Writers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("append", [1, 2, 5])
+@pytest.mark.parametrize("append", [slow(1), 2, slow(5)])
 def test_a_writer_that_stalls_overwrites_nothing(
     append: int, where: str, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lock is taken for a dead process's, the others write on, and its record comes late."""
     monkeypatch.setenv("LOCK_GRACE_S", "0.3")
-    slow = crew(1, where, 6, 0.05, log, f"stall {append}")
-    with slow as stalling, crew(2, where, 6, 0.2, log) as others:
-        for worker in (*others, *stalling):
+    stalling = crew(1, where, 6, 0.05, log, f"stall {append}")
+    with stalling as first, crew(2, where, 6, 0.2, log) as others:
+        for worker in (*others, *first):
             said = worker.communicate(timeout=120)[1]
             assert json.loads(said.splitlines()[-1])["tasks"] == 6
     assert sorted(set(evaluations(log))) == list(range(6))
@@ -178,7 +183,7 @@ def test_a_lock_that_is_never_free_ends_with_the_patience(where: str, path: Path
 # Files --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["cut", "cut in a line", "replaced", "written over"])
+@pytest.mark.parametrize("how", [slow("cut"), "cut in a line", "replaced", slow("written over")])
 def test_a_journal_that_goes_back_under_a_live_worker_is_read_again(
     how: str, where: str, path: Path, log: Path
 ) -> None:
@@ -311,7 +316,7 @@ isolated.Isolation.__init__.__kwdefaults__["command"] = (*isolated.COMMAND[:2], 
 '''
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "worker"])
+@pytest.mark.parametrize("victim", ["supervisor", slow("worker")])
 def test_nothing_outlives_its_parent(victim: str, tmp_path: Path) -> None:
     """The worker is in the middle of a compilation, with a heartbeat beside it."""
     from tests.jobs import test_worker_faults
@@ -351,7 +356,10 @@ def claims_of_task(where: str) -> bool:
 # Storages that are away ---------------------------------------------------------------------------
 
 
-def test_a_worker_that_gave_up_a_storage_is_started_again(tmp_path: Path) -> None:
+def test_a_worker_that_gave_up_a_storage_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.processes.supervisor.PAUSE_S", 0.1)
     log = tmp_path / "lives"
     program = (
         f"import os, pathlib; log = pathlib.Path({str(log)!r}); "
