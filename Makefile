@@ -64,7 +64,7 @@ canary:
 	.venv-canary/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(CANARY_JAX)' optax pytest pytest-xdist hypothesis --editable .
 	.venv-canary/bin/python -c 'import jax; print("canary: jax", jax.__version__)'
 	.venv-canary/bin/python examples/transformer.py
-	.venv-canary/bin/python -m pytest -q -p no:cacheprovider tests/tracing/test_needed_names.py tests/tracing/test_trace.py tests/layout tests/shardy $(ARGS)
+	.venv-canary/bin/python -m pytest -q -p no:cacheprovider tests/tracing/test_needed_names.py tests/tracing/test_trace.py tests/layout/test_constraints.py tests/shardy $(ARGS)
 
 # Builds the wheel and the source distribution, installs each elsewhere, and runs the README's example from it.
 package: $(STAMP)
