@@ -128,7 +128,10 @@ class ModelAxes:
         for use in self.uses:
             left = [other for other in self.uses if _is_whole(other, inner)]
             if use in left:
-                candidates = (*self._columns(use, left, inner), *self._rows(use), *use.groups)
+                sides = [self._columns(use, left, inner), self._rows(use)]
+                if use.eqn.primitive == "gather":  # the vocabulary, not the width
+                    sides.reverse()
+                candidates = (*sides[0], *sides[1], *use.groups)
                 inner += [axis for axis in candidates if axis not in excluded][:1]
         return tuple(inner)
 

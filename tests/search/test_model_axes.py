@@ -322,6 +322,21 @@ def test_fused_queries_keys_and_values(shape: tuple[int, ...]) -> None:
     assert specs["params/qkv"] == split[len(shape)]
 
 
+def test_tables_are_split_by_rows() -> None:
+    """Naumov et al. (2019), DLRM: what is looked up has no residual stream behind it."""
+
+    def loss(p: Tree, ids: jax.Array) -> jax.Array:
+        x = jnp.concatenate([p[name][ids[:, i]] for i, name in enumerate(("users", "items"))], -1)
+        return squares(jax.nn.relu(x @ p["w1"]) @ p["w2"])
+
+    shapes = {"users": (512, 8), "items": (1024, 8), "w1": (16, FF), "w2": (FF, 4)}
+    params = {name: array(*shape) for name, shape in shapes.items()}
+    specs = specs_of(of_loss(loss, params, array(BATCH, 2, dtype=np.int32)), "tp")
+    assert specs["params/users"] == specs["params/items"] == (("tp",), ())
+    assert specs["params/w1"] == ((), ("tp",))
+    assert specs["params/w2"] == (("tp",), ())
+
+
 def test_an_embedding_by_one_hot() -> None:
     def loss(p: Tree, tokens: jax.Array) -> jax.Array:
         x = jax.nn.one_hot(tokens, VOCAB) @ p["embed"]
