@@ -3,7 +3,8 @@
 Each folder is a stage, and says what comes in, what goes out and what it imports. The files beside
 them are the driver: `_optimize` takes the public arguments, `_stages` leads a search through the
 folders, `joint_search` runs it for several mesh shapes or functions, `_apply` binds a layout that
-is known already, `plan` is what a user gets. `errors`, `text` and `version` are under everything.
+is known already, `plan` is what a user gets. `errors`, `text`, `arguments` (checks of what users
+pass) and `version` are under everything.
 
 Names are loaded where they are first used: `import autoshard` takes no longer than `import jax`.
 

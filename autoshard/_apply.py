@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autoshard.arguments import check_arguments, check_kind
 from autoshard.compiler.bound_plan import Verification
 from autoshard.compiler.compile import CompilerOptions
 from autoshard.devices.target import mesh_on
@@ -87,6 +88,7 @@ def apply(  # noqa: PLR0913
             specs, and the plan's notes say so.
         RuleError: If the preset or a logical axis does not exist here; the existing ones are named.
     """
+    check_arguments(dict(locals()))
     request, call = make_request(
         fn,
         example_args,
@@ -150,6 +152,8 @@ def _known_layout(source: LayoutSource, prepared: Prepared, *, inside: bool) -> 
     if isinstance(source, str):
         return _KnownLayout(Layout(problem, _preset_rules(source, prepared), inside))
     assert not isinstance(source, Path)  # it was loaded
+    use = "a SpecTable, its path, a preset's name, a list of rules or a Plan"
+    check_kind("layout", source, Sequence, use)
     return _KnownLayout(Layout(problem, tuple(map(_as_rule, source)), inside))
 
 

@@ -19,6 +19,7 @@ from autoshard._stages import (
     prepare_search,
     propose_layouts,
 )
+from autoshard.arguments import check_arguments, check_kind
 from autoshard.compiler.compile import CompilerOptions
 from autoshard.cost_model.hardware.hardware import Hardware
 from autoshard.errors import ArgumentError
@@ -28,6 +29,7 @@ from autoshard.layout.prepare import JitOptions, Pins
 from autoshard.plan import Plan
 from autoshard.search.study.shared_study import Sharing
 from autoshard.tracing.carry import Carry
+from autoshard.tracing.signature import refuse_tracers
 
 
 def optimize(  # noqa: PLR0913
@@ -130,11 +132,12 @@ def optimize(  # noqa: PLR0913
             and how to mend it.
     """
     arguments = dict(locals())  # for the searches of several shapes or variants
-    if not isinstance(effort, Effort | None):
-        raise ArgumentError(
-            f"effort={effort!r} is no autoshard.Effort; write for example "
-            f"effort=autoshard.Effort(compiled=4, measured=2)."
-        )
+    check_arguments(arguments)
+    refuse_tracers("optimize", example_args, example_kwargs)
+    if effort is not None:
+        check_kind("effort", effort, Effort, "autoshard.Effort(compiled=4, measured=2), say")
+    if sharing is not None:
+        check_kind("sharing", sharing, Sharing, "autoshard.Sharing(lease_s=60.0), say")
     arguments.pop("variants")
     if variants is not None:
         return over_variants(optimize, arguments, variants)

@@ -148,7 +148,8 @@ def over_variants(
     alternatives = []
     for name, variant in variants.items():
         given_args: Any = given["example_args"]
-        fn, args = variant if isinstance(variant, tuple) else (variant, given_args)
+        pair: tuple[Any, ...] = variant if isinstance(variant, tuple) else (variant, given_args)
+        fn, args = pair if len(pair) == 2 else (None, None)
         if args is None or not callable(fn):
             raise ArgumentError(
                 f"variant {name!r}: give a function, or (function, example arguments), and "

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.cost_model.hardware.hardware import Hardware
+from autoshard.errors import ArgumentError
 from autoshard.layout.pins import PinMap
 from autoshard.report.explain import Explanation, explain
 from autoshard.report.html import fragment_html
@@ -25,6 +26,23 @@ class Plan(BoundPlan):
     def table(self) -> SpecTable:
         """The plan as a file; `plan.table.save(path)`."""
         return table_of(self)
+
+    def __copy__(self) -> Plan:
+        return self  # it is frozen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> str:
+        """Refuses pickling: a plan holds a function, devices and a compiled program.
+
+        Raises:
+            ArgumentError: It says what to do instead.
+        """
+        raise ArgumentError(
+            "a plan cannot be pickled: it holds devices and a compiled program. Save its table, "
+            "plan.table.save(path), and apply it there: autoshard.apply(fn, args, mesh, path)."
+        )
 
     def __str__(self) -> str:
         return plan_text(self, self.table)

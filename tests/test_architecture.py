@@ -14,7 +14,7 @@ FOLDERS = {
     for path in [*(ROOT / "autoshard").iterdir(), ROOT / "cost_model", ROOT / "search"]
     if (path / "__init__.py").exists()
 }
-UNDER_EVERYTHING = {"errors", "text", "version"}
+UNDER_EVERYTHING = {"arguments", "errors", "text", "version"}
 
 
 def _docstring(folder: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autoshard.arguments import check_kind
 from autoshard.compiler.bound_plan import BoundPlan, argument_of
 from autoshard.errors import ArgumentError
 from autoshard.tracing.signature import Call
@@ -35,6 +36,10 @@ def init(plan: BoundPlan, init_fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
         ArgumentError: If what it returns has the structure and shapes of no argument of the plan.
     """
+    check_kind("plan", plan, BoundPlan, "what optimize or apply returned")
+    unchecked: object = init_fn
+    if not callable(unchecked):
+        check_kind("init_fn", unchecked, (), "a function that returns arguments of the plan")
     structures: list[_Structure] = []
 
     def arrays(*init_args: Any) -> list[Any]:

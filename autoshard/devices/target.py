@@ -22,6 +22,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
 
+from autoshard.arguments import check_kind
 from autoshard.devices.mesh_text import axes_text, parse_axes
 from autoshard.devices.parts import GPUS, TPUS, gpu_description
 from autoshard.devices.platforms import facts_of
@@ -265,7 +266,12 @@ def target(name: str, mesh: str | Mapping[str, int]) -> Mesh:
             f"target {name!r} has {hardware.device_count} devices, at most {MAX_DEVICES} are "
             f"planned for. Name a part of it."
         )
+    use = "'data=4,model=2', or a mapping of names to sizes"
+    check_kind("mesh", mesh, (str, Mapping), use, TargetError)
     axes = parse_axes(mesh) if isinstance(mesh, str) else dict(mesh)
+    for axis, size in axes.items():
+        check_kind("a mesh axis", axis, str, use, TargetError)
+        check_kind(f"mesh axis {axis!r}", size, int, use, TargetError)
     count = math.prod(axes.values())
     if count != hardware.device_count:
         raise TargetError(

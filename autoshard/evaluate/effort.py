@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoshard.arguments import check_kind
 from autoshard.errors import ArgumentError
 
 
@@ -39,6 +40,12 @@ class Effort:
         return f"{self.compiled} {self.measured} {self.full} {self.partitioned}"
 
     def __post_init__(self) -> None:
+        for name in ("compiled", "measured", "full", "partitioned"):
+            value = getattr(self, name)
+            if value is not None or name != "partitioned":
+                check_kind(f"Effort: {name}", value, int, "a whole number, such as 4")
+        if self.seconds is not None:
+            check_kind("Effort: seconds", self.seconds, (int, float), "a number, such as 600")
         counts = (
             self.compiled,
             self.measured,
@@ -46,7 +53,7 @@ class Effort:
             self.full - 1,
             self.partitioned or 0,
         )
-        if any(count < 0 for count in counts):
+        if not all(count >= 0 for count in counts):  # false of nan, too
             raise ArgumentError(f"{self!r}: all numbers must be >= 0, and full at least 1.")
         if self.measured > self.compiled:
             raise ArgumentError(

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from autoshard.arguments import check_kind
 from autoshard.errors import RuleError
 
 Occurrence = Literal["first", "last"]
@@ -98,6 +99,15 @@ class AxisRule:
     where: Scope = EVERYWHERE
 
     def __post_init__(self) -> None:
+        axes: tuple[object, ...] = (self.logical_axis, self.mesh_axis)
+        for axis in axes:
+            if not isinstance(axis, str) or not axis:
+                raise RuleError(
+                    f"AxisRule({self.logical_axis!r}, {self.mesh_axis!r}): both axes are names, "
+                    f"such as AxisRule('wq.1', 'model')."
+                )
+        if self.occurrence not in ("first", "last"):
+            raise RuleError(f"occurrence={self.occurrence!r}; use 'first' or 'last'.")
         where: object = self.where
         if not isinstance(where, Scope):
             object.__setattr__(self, "where", Scope.parse(str(where)))
@@ -117,8 +127,9 @@ class AxisRule:
         Raises:
             RuleError: If the text is no axis rule.
         """
+        check_kind("text", text, str, "text such as 'wq.1->model'", RuleError)
         match = _TEXT.fullmatch(text)
-        if match is None:
+        if match is None or "->" in match["mesh_axis"]:
             raise RuleError(
                 f"{text!r} is no axis rule. Write 'logical axis->mesh axis', for example "
                 f"'wq.1->model'."

@@ -17,7 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.errors import PathError, SpecError
+from autoshard.arguments import check_kind
+from autoshard.errors import ArgumentError, PathError, SpecError
 from autoshard.jax_internals.constraint_eqns import user_spec
 from autoshard.layout.problem import Problem
 from autoshard.layout.spec import Disallowed, Spec, trimmed
@@ -50,6 +51,31 @@ class Only:
 
 
 PinMap = Mapping[str | re.Pattern[str], PartitionSpec | Only]
+
+
+def check_pin_map(pins: Any) -> PinMap:
+    """The pins, refused where they are no mapping of leaf paths or patterns to specs of mesh axes.
+
+    Raises:
+        ArgumentError: Naming the pin.
+    """
+    check_kind("pins", pins, Mapping, "a mapping of leaf paths to PartitionSpecs")
+    for key, pin in pins.items():
+        if not isinstance(key, str | re.Pattern) or not isinstance(pin, PartitionSpec | Only):
+            raise ArgumentError(
+                f"pins[{key!r}] = {pin!r}; keys are leaf paths or re.compile(...), values "
+                f"jax.sharding.PartitionSpec or autoshard.Only."
+            )
+        for entry in pin.entries if isinstance(pin, Only) else pin:
+            several = entry if isinstance(entry, tuple) else (entry,)
+            free = entry is None or entry is PartitionSpec.UNCONSTRAINED
+            if not free and not all(isinstance(axis, str) for axis in several):
+                raise SpecError(
+                    f"pins[{key!r}] = {pin!r}: {entry!r} is no mesh axis; each entry is a name, "
+                    f"several of them, None or UNCONSTRAINED."
+                )
+    checked: PinMap = pins
+    return checked
 
 
 def disallowed_axes(pin: Only, value: Value, mesh_axes: Mapping[str, int], path: str) -> Disallowed:

@@ -23,7 +23,15 @@ from autoshard.axes.sharding_rules import FactorKind
 from autoshard.errors import ArgumentError, PathError
 from autoshard.layout.constraints import unstated_logical_axes
 from autoshard.layout.mesh import MeshInfo, resolve_mesh
-from autoshard.layout.pins import HasSpecs, Only, PinMap, Pinned, resolve_pins, user_constraints
+from autoshard.layout.pins import (
+    HasSpecs,
+    Only,
+    PinMap,
+    Pinned,
+    check_pin_map,
+    resolve_pins,
+    user_constraints,
+)
 from autoshard.layout.problem import Problem
 from autoshard.tracing.carry import Carry, matching_state, resolve_carry
 from autoshard.tracing.flax_metadata import logical_axis_names, specs_from_names
@@ -310,19 +318,7 @@ def _pin_map(pins: Pins, paths: Sequence[str]) -> PinMap:
         return {}
     if isinstance(pins, HasSpecs):
         return _shared_specs(pins, paths)
-    if not isinstance(pins, Mapping):
-        raise ArgumentError(
-            f"pins is a {type(pins).__name__}; pass a mapping of leaf paths to PartitionSpecs."
-        )
-    # The annotation is what the user should have passed, not what they passed.
-    unchecked: Mapping[Any, Any] = pins
-    for key, pin in unchecked.items():
-        if not isinstance(key, str | re.Pattern) or not isinstance(pin, PartitionSpec | Only):
-            raise ArgumentError(
-                f"pins[{key!r}] = {pin!r}; keys are leaf paths or re.compile(...), values "
-                f"jax.sharding.PartitionSpec or autoshard.Only."
-            )
-    return pins
+    return check_pin_map(pins)
 
 
 def _shared_specs(source: HasSpecs, paths: Sequence[str]) -> PinMap:

@@ -19,12 +19,12 @@ from autoshard.axes.axis_classes import NO_AXIS
 from autoshard.compiler.bound_plan import BoundPlan
 from autoshard.compiler.compile import Compiled, build, compile_built
 from autoshard.cost_model.hardware.backend import backend_for
-from autoshard.cost_model.hardware.hardware import Hardware, hardware_for
+from autoshard.cost_model.hardware.hardware import Hardware, check_hardware, hardware_for
 from autoshard.cost_model.predict import Prediction, Predictor
 from autoshard.errors import PathError
 from autoshard.layout.axis_rule import AxisRule
 from autoshard.layout.layout import Layout
-from autoshard.layout.pins import PinMap, resolve_pins
+from autoshard.layout.pins import PinMap, check_pin_map, resolve_pins
 from autoshard.layout.problem import Problem, first_fit
 from autoshard.layout.spec import Spec, shard_count, to_partition_spec
 from autoshard.report.text_table import TextTable, columns, render
@@ -134,6 +134,7 @@ def what_if(plan: BoundPlan, pins: PinMap, hardware: Hardware | str | None = Non
         SpecError: If a spec does not fit its leaf.
     """
     layout, program = plan.layout, plan.traced.program
+    check_pin_map(pins)
     pinned = resolve_pins(pins, program, layout.problem.mesh_axes, plan.carry)
     specs = dict(pinned.specs)
     for index, disallowed in pinned.disallowed.items():
@@ -247,6 +248,8 @@ def predictor_for(
         hardware: What is predicted for, a preset or file; by default the mesh's devices.
         problem: The problem; by default the plan's.
     """
+    if hardware is not None:
+        check_hardware(hardware)
     if isinstance(hardware, str):
         hardware = Hardware.load(hardware) if hardware.endswith(".json") else hardware_for(hardware)
     return Predictor(

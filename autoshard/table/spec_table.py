@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from jax.sharding import PartitionSpec
 
+from autoshard.arguments import check_kind
 from autoshard.errors import TableError
 from autoshard.evidence.candidate import Candidate
 from autoshard.table.read_table import read_table
@@ -48,6 +50,7 @@ class SpecTable(TableData, frozen=True):
             TableError: If the file is missing, is no JSON, or is no table of a known schema; the
                 place is named.
         """
+        check_kind("path", path, (str, PathLike), "the path of a table", TableError)
         return SpecTable.loads(read_text(path), shown(path))
 
     @staticmethod
@@ -57,6 +60,7 @@ class SpecTable(TableData, frozen=True):
         Raises:
             TableError: As `load`.
         """
+        check_kind("text", text, str, "the text of a table", TableError)
         return SpecTable(*msgspec.structs.astuple(read_table(text, where)))
 
     def save(self, path: str | Path) -> None:
@@ -64,6 +68,7 @@ class SpecTable(TableData, frozen=True):
 
         The file appears whole or not at all. A device or a pipe (`/dev/stdout`) is written to.
         """
+        check_kind("path", path, (str, PathLike), "where the table goes", TableError)
         target = Path(path)
         if target.exists() and not target.is_file():
             target.write_text(self.dumps(), encoding="utf-8")

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, filterfalse
+from numbers import Integral
 from typing import Any
 
 import jax
 
 from autoshard.errors import ArgumentError
+from autoshard.text import shown
 from autoshard.tracing.signature import Call
 from autoshard.tracing.trace import Traced
 
@@ -71,7 +73,8 @@ def _results(traced: Traced) -> Iterator[_Part]:
     tree = traced.out_tree
     # A bare leaf has no parts, and neither has an output without leaves.
     has_parts = tree.num_leaves and tree.node_data() is not None
-    yield from _parts(_part_names(tree), tree.children() if has_parts else [], number_of)
+    if has_parts:
+        yield from _parts(_part_names(tree), tree.children(), number_of)
     yield _Part("out", tree, list(range(len(arrays))))
 
 
@@ -180,10 +183,17 @@ def _carry_items(
     carry: Mapping[int | str, int | str] | Sequence[tuple[int | str, int | str]],
 ) -> list[tuple[int | str, int | str]]:
     """(argument, output) pairs; one pair may be passed bare: `carry=(0, 0)`."""
-    items = list(carry.items()) if isinstance(carry, Mapping) else list(carry)
-    if len(items) == 2 and all(isinstance(item, int | str) for item in items):
-        return [(items[0], items[1])]  # type: ignore[list-item]
-    return items
+    items: list[Any] = list(carry.items()) if isinstance(carry, Mapping) else list(carry)
+    if len(items) == 2 and all(isinstance(item, Integral | str) for item in items):
+        items = [(items[0], items[1])]
+    for item in items:
+        pair = item if isinstance(item, tuple | list) else ()
+        if len(pair) != 2 or not all(isinstance(part, Integral | str) for part in pair):
+            raise ArgumentError(
+                f"carry={shown(repr(carry))}: {item!r} is no pair (argument, output), each by "
+                f"position or name; use {{0: 0}} for an argument 0 that output 0 feeds."
+            )
+    return [(argument, output) for argument, output in items]
 
 
 def _check_alike(traced: Traced, stated: str, argument: _Part, output: _Part) -> None:

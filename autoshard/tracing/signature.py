@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.errors import ArgumentError, SignatureError
+from autoshard.errors import ArgumentError, SignatureError, TraceError
 from autoshard.jax_internals import jaxprs
 from autoshard.tracing.jit_options import CallOptions, from_start, parameters_of
 
@@ -230,6 +230,21 @@ def _statics(
     statics += [(i, args[i]) for i in sorted(positions) if i < len(args)]
     statics += [(name, kwargs[name]) for name in sorted(names) if name in kwargs]
     return tuple(statics)
+
+
+def refuse_tracers(what: str, args: Any, kwargs: Any) -> None:
+    """Refuses a call inside a function that jax traces: a search compiles and runs.
+
+    Raises:
+        TraceError: If an argument holds a tracer.
+    """
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if isinstance(leaf, jax.core.Tracer):
+            raise TraceError(
+                f"{what} was called inside a function that jax traces (jit, grad, vmap, scan): an "
+                f"argument is a tracer. Call it outside, with arrays or jax.ShapeDtypeStructs, and "
+                f"call the plan, or plan.fn, inside."
+            )
 
 
 class _ArrayLeaves:

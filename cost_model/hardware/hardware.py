@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
+from autoshard.arguments import check_kind
 from autoshard.errors import HardwareError
 from autoshard.text import BINARY_UNITS, shown
 
@@ -220,6 +222,7 @@ class Hardware:
         Raises:
             HardwareError: If the text is not that, or a number in it is impossible.
         """
+        check_kind("text", text, (str, bytes), "what Hardware.to_json gave", HardwareError)
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -239,6 +242,7 @@ class Hardware:
         Raises:
             HardwareError: If the file cannot be read or is no hardware description.
         """
+        check_kind("path", path, (str, PathLike), "a file that calibration wrote", HardwareError)
         try:
             with Path(path).open("rb") as file:
                 text = file.read(MAX_FILE_BYTES + 1)
@@ -524,6 +528,12 @@ def hardware_for(name_or_device_kind: str) -> Hardware:
     )
 
 
+def check_hardware(hardware: Any) -> None:
+    """Refuses what is neither a description nor a name of one."""
+    use = f"a Hardware, a file of one, or a preset: {', '.join(PRESETS)}"
+    check_kind("hardware", hardware, (str, PathLike, Hardware), use, HardwareError)
+
+
 def resolve_hardware(
     hardware: Hardware | str | None, device_kind: str, far_axes: Iterable[str] = ()
 ) -> Hardware:
@@ -544,6 +554,8 @@ def resolve_hardware(
     """
     if isinstance(hardware, Hardware):
         return hardware
+    if hardware is not None:
+        check_hardware(hardware)
     if hardware is not None and Path(hardware).suffix == ".json":
         described = Hardware.load(hardware).for_devices(device_kind, hardware)
     else:

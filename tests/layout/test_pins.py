@@ -133,7 +133,7 @@ def test_patterns_match_anywhere_and_exact_paths_win() -> None:
         ({"params/b1": P(None, "data")}, SpecError, r"params/b1 is float32\[64\].*2 entries for 1"),
         ({0: P()}, ArgumentError, r"keys are leaf paths"),
         ({"x": "data"}, ArgumentError, r"values jax.sharding.PartitionSpec"),
-        ([("x", P())], ArgumentError, r"pins is a list"),
+        ([("x", P())], ArgumentError, r"is a list; use a mapping"),
     ],
 )
 def test_pins_that_fit_nothing_are_refused(pins: Any, error: type[Exception], words: str) -> None:
