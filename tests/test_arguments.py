@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import AutoshardError, AxisRule, Effort, Hardware, Only, SpecTable, apply, optimize
+from autoshard.cli import app, tables
 
 MESH = "data=4,model=2"
 
@@ -188,3 +190,20 @@ def test_a_plan_is_copied_and_says_how_to_be_saved(plan: autoshard.Plan, tmp_pat
         pickle.dumps(plan)
     plan.table.save(tmp_path / "step.json")
     assert apply(step, args(), MESH, tmp_path / "step.json").specs == plan.specs
+
+
+def test_the_check_of_a_table_with_odd_names_acts_on_no_terminal(
+    plan: autoshard.Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    leaf = plan.table.inputs["x"]
+    odd = {**plan.table.inputs, "w\x1b]0;title\x07": leaf, "v\u202e\n": leaf}
+    table = tmp_path / "step.json"
+    msgspec.structs.replace(plan.table, inputs=odd).save(table)
+    monkeypatch.setattr(tables, "call_factory", lambda _: {"fn": step, "example_args": args()})
+    assert app.run(["check", str(table), "job.py:f"]) == 1
+    said = capfd.readouterr().out
+    assert "\\x1b]0;title\\x07" in said
+    assert all(line.isprintable() for line in said.splitlines())

@@ -21,6 +21,7 @@ from autoshard.table.diff import diff_text
 from autoshard.table.export import FORMS
 from autoshard.table.export import export as export_table
 from autoshard.table.spec_table import SpecTable
+from autoshard.text import printable
 
 
 def show(table: Table, as_json: AsJson = False) -> None:
@@ -56,9 +57,9 @@ def check(
         typer.echo(_findings_json(findings))
     else:
         for finding in findings:
-            typer.echo(str(finding))
+            typer.echo(printable(str(finding)))
         verdict = "does not fit" if failures else "fits"
-        typer.echo(f"{table}: {verdict} {factory} ({len(findings)} findings)")
+        typer.echo(printable(f"{table}: {verdict} {factory} ({len(findings)} findings)"))
     if failures:
         raise typer.Exit(1)
 
