@@ -215,6 +215,10 @@ class ModelAxes:
         groups = self._problem.groups.of_input
         return [leaf for leaf, its_group in zip(inputs, groups, strict=True) if its_group is group]
 
+    def _of_leaves(self, group: Group) -> set[int]:
+        """Logical axes of the leaves of a group."""
+        return {axis for leaf in self._leaves(group) for axis in self.of(leaf)} - {NO_AXIS}
+
     def _is_activation(self, value: Value) -> bool:
         """Whether it is computed from data and has samples or tokens, where the program has them.
 
@@ -228,13 +232,22 @@ class ModelAxes:
         return any(axis not in self._beside_samples for axis in self.of(value) if axis != NO_AXIS)
 
     def _every_use(self) -> Iterator[WeightUse]:
-        """Wherever an anchor takes a weight, in the order of the program."""
+        """Wherever an anchor takes a weight, in the order of the program.
+
+        What has an axis that data alone bring is none, though no data may be in it: the gradient of
+        a plain sum is made of ones and parameters.
+        """
+        of_data = self._of_leaves(Group.DATA)
+        of_data_alone = (
+            of_data - self._of_leaves(Group.PARAMETER) - self._of_leaves(Group.OPTIMIZER)
+        )
         for eqn, _ in self._problem.program.walk():
             if eqn.primitive not in WEIGHTED:
                 continue
             for weight, other in weight_sides(eqn):
                 leaves = self._computed_from[eqn.inputs[weight].index]
-                is_weight = leaves and not leaves & _DATA
+                of_weight = self.of(eqn.inputs[weight])
+                is_weight = leaves and not leaves & _DATA and of_data_alone.isdisjoint(of_weight)
                 # A table of positions is looked up with constants: nobody calls it a vocabulary.
                 if is_weight and self._computed_from[eqn.inputs[other].index] & _DATA:
                     yield self._use(eqn, weight, other)

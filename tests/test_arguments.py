@@ -119,9 +119,7 @@ def test_what_if(pins: Any, plan: autoshard.Plan) -> None:
     one_line(lambda: plan.what_if(given), "pins")
 
 
-@pytest.mark.parametrize(
-    "text", [None, 5, b"a->b", "a->b->c", "a -> b -> c", "", "->", "a->", "->b"]
-)
+@pytest.mark.parametrize("text", [None, 5, b"a->b", "", "->", "a->", "->b"])
 def test_rules_as_text(text: Any) -> None:
     one_line(lambda: AxisRule.parse(text))
 

@@ -102,8 +102,8 @@ def _orthogonalised(
 ) -> set[int]:
     """Numbers of state that is multiplied on its way to an update (Muon's momentum).
 
-    It reaches nothing but the next state, and less of it than the one parameter that it updates,
-    which has its shape: the gradients of all parameters depend on that.
+    It reaches nothing but the next state: its own, and that of the one parameter that it updates,
+    which has its shape and reaches more (the gradients of all parameters depend on that).
     """
     body = leaves.classes.program.body
     bits = [0] * len(leaves.classes.of_value)
@@ -115,14 +115,13 @@ def _orthogonalised(
         for leaf in output_of
         if leaves.inputs[leaf].index in anchored
     }
-    following = frozenset(output_of.values())
     orthogonalised = set()
     for leaf, outputs in reached.items():
-        updated = [o for o in reached if output_of[o] in outputs and outputs < reached[o]]
         value = leaves.inputs[leaf]
-        alike = [other for other in updated if leaves.inputs[other].shape == value.shape]
-        if outputs <= following and len(updated) == len(alike) == 1:
-            orthogonalised.add(value.index)
+        for other in reached:
+            updates = outputs == {output_of[leaf], output_of[other]} and outputs < reached[other]
+            if updates and leaves.inputs[other].shape == value.shape:
+                orthogonalised.add(value.index)
     return orthogonalised
 
 

@@ -129,7 +129,7 @@ class AxisRule:
         """
         check_kind("text", text, str, "text such as 'wq.1->model'", RuleError)
         match = _TEXT.fullmatch(text)
-        if match is None or "->" in match["mesh_axis"]:
+        if match is None:
             raise RuleError(
                 f"{text!r} is no axis rule. Write 'logical axis->mesh axis', for example "
                 f"'wq.1->model'."

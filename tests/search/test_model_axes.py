@@ -460,3 +460,23 @@ def test_equinox_keeps_its_weights_transposed() -> None:
         assert specs[f"{own}/attention/output_proj/weight"] == COLUMNS
         assert specs[f"{own}/up/weight"] == ROWS
         assert specs[f"{own}/down/weight"] == COLUMNS
+
+
+@pytest.mark.parametrize("total", [jnp.sum, jnp.mean, squares])
+@pytest.mark.parametrize("returns_gradients", [False, True])
+def test_the_gradient_of_a_plain_sum_leaves_the_batch_to_data(
+    total: Callable[[jax.Array], jax.Array], returns_gradients: bool
+) -> None:
+    """What the backward pass makes of ones and parameters has the batch, and is no weight."""
+
+    def loss(p: Tree, x: jax.Array) -> jax.Array:
+        q, k, v = (jnp.einsum("bld,dhk->blhk", x, p[name]) for name in "qkv")
+        return total(jnp.einsum("blhk,hkd->bld", attend(q, k, v), p["o"]))
+
+    params = {name: array(D, HEADS, K) for name in "qkv"} | {"o": array(HEADS, K, D)}
+    args = params, array(BATCH, LENGTH, D)
+    made = prepared(jax.grad(loss), args, mesh_of(**MESH)) if returns_gradients else None
+    specs = specs_of(made or of_loss(loss, *args), "tp")
+    data = {spec for path, spec in specs.items() if path.rpartition("/")[2] not in "qkvo"}
+    assert data == {(("fsdp",), (), ())}
+    assert {specs[path] for path in specs if path[-1] in "qkv"} == {((), ("tp",), ())}
