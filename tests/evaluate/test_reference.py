@@ -77,6 +77,23 @@ def always(*outputs: Any) -> Callable[..., Sequence[Any]]:
     return lambda *_: outputs
 
 
+@pytest.mark.parametrize(("off", "is_wrong"), [(2e-5, False), (2e-3, True)])
+def test_other_kernels_in_the_whole_function_are_no_miscompilation(
+    off: float, is_wrong: bool
+) -> None:
+    """One element is off by some roundings of sums at the scale of the output, or by many."""
+    x = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
+    w = np.random.default_rng(1).standard_normal((256, 8)).astype(np.float32)
+    exact = np.asarray(x @ w)
+    compiled = exact.copy()
+    compiled[3, 5] += off * np.abs(exact).max()
+    made = reference(jnp.matmul, x, w, run=always(jnp.asarray(compiled)))
+    assert (made.against == OP_BY_OP) == is_wrong
+    assert bool(made.finding) == is_wrong
+    assert made.compare([exact])[1]
+    assert made.compare([compiled])[1] != is_wrong
+
+
 @pytest.mark.parametrize("name", SHIFTED)
 def test_where_the_compiler_gets_the_function_wrong_it_is_said_and_right_layouts_pass(
     name: str,

@@ -146,8 +146,8 @@ class Reference:
             self._run_all()
         self._fused = False
         if self._spread.sums_moved:
-            if self._compare(self._spread.base)[1]:
-                self._spread.add(self.outputs)  # what fusing does
+            if self._compare(self._spread.base, by_scale=True)[1]:
+                self._spread.add(self.outputs)  # what fusing, and other kernels of products, do
                 self._fused = True
             else:
                 self._settle()
@@ -216,21 +216,24 @@ class Reference:
 
     # Comparing ------------------------------------------------------------------------------------
 
-    def _compare(self, outputs: Sequence[Any]) -> tuple[Verified, bool]:
+    def _compare(self, outputs: Sequence[Any], *, by_scale: bool = False) -> tuple[Verified, bool]:
+        """(the leaf that is farthest off, whether all agree); see `Rounding.tolerance`."""
         shards = [list(shards_of(output)) for output in outputs]
         for number, output in enumerate(outputs):
             if shape_of(output) != self.outputs[number].shape:
                 return Verified(math.inf, 0.0, self.against, self._paths[number]), False
         while True:
-            worst, agrees = self._worst(shards)
+            worst, agrees = self._worst(shards, by_scale=by_scale)
             if agrees or not self._spread.double():
                 return worst, agrees
 
-    def _worst(self, shards: Sequence[list[tuple[Any, np.ndarray]]]) -> tuple[Verified, bool]:
+    def _worst(
+        self, shards: Sequence[list[tuple[Any, np.ndarray]]], *, by_scale: bool
+    ) -> tuple[Verified, bool]:
         worst = Verified(0.0, 0.0, self.against, "")
         worst_ratio, agrees = -1.0, True
         for number, of_leaf in enumerate(shards):
-            tolerance = self._tolerance(number)
+            tolerance = self._tolerance(number, by_scale=by_scale)
             for index, shard in of_leaf:
                 error, allowed = _farthest(self.outputs[number][index], shard, tolerance[index])
                 agrees &= error <= allowed
@@ -239,13 +242,15 @@ class Reference:
                     worst, worst_ratio = leaf, leaf.in_tolerances
         return worst, agrees
 
-    def _tolerance(self, number: int) -> np.ndarray:
+    def _tolerance(self, number: int, *, by_scale: bool) -> np.ndarray:
         """By element of an output, how far it may be off."""
         spread = self._spread
         if spread.runs == 0:
             spread.double()
         wanted = self.outputs[number]
-        return self._rounding.tolerance(number, wanted, spread, fused=self._fused)
+        return self._rounding.tolerance(
+            number, wanted, spread, fused=self._fused, by_scale=by_scale
+        )
 
     # Runs -----------------------------------------------------------------------------------------
 
